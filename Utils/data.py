@@ -100,7 +100,7 @@ def batch(tokens, step, batch_size, block_size, seed, rank=0):
 
 
 def standard_library():
-    """Return the source of Python's standard library, its tests left out, as bytes; always in the same order."""
+    """Return the source of Python's standard library, its tests left out, as UTF-8; always in the same order."""
     files = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = sorted(name for name in folders if name not in LEFT_OUT and not name.startswith(MACHINE_MADE))
@@ -109,7 +109,7 @@ def standard_library():
     text = b"".join(file.read_bytes() for file in files if file.is_file())  # a distribution may leave dangling links
     if not text:
         raise UserError("this Python comes without the source of its standard library; name a text file of your own")
-    return text
+    return text.decode(errors="replace").encode()
 
 
 def _read(path):

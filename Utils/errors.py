@@ -1,7 +1,8 @@
-"""Errors that a person can put right: one line on stderr that says how, an exit status, no traceback."""
+"""Errors that a person can put right: one line on stderr that says how, an exit status, no traceback.
 
-import functools
-import signal
+Importing this module teaches the interpreter to end so. What nobody foresaw keeps its traceback: that is our bug.
+"""
+
 import sys
 
 
@@ -12,27 +13,34 @@ class UserError(Exception):
 
 
 class CannotRunHere(UserError):
-    """This machine lacks something that the technique needs; the other techniques may still run."""
+    """This machine lacks what the technique needs; the others may still run."""
 
-    status = 77  # what Automake's test driver, Meson and CTest users know as "skipped"
+    status = 77  # "skipped" to Automake and Meson
+
+
+PACKAGES = ("torch", "numpy", "pandas", "matplotlib", "tiktoken", "bitsandbytes")
+
+
+def _end(kind, error, traceback):
+    if kind is KeyboardInterrupt:
+        _say("interrupted; earlier results are as they were")
+    elif issubclass(kind, UserError):
+        _say(error)
+        sys.exit(error.status)
+    elif issubclass(kind, ModuleNotFoundError) and error.name in PACKAGES:
+        _say(f"the package {error.name} is not installed for {sys.executable}: pip install -r requirements.txt")
+        sys.exit(CannotRunHere.status if error.name == "bitsandbytes" else UserError.status)
+    else:
+        sys.__excepthook__(kind, error, traceback)
+
+
+def _say(message):
+    program = sys.argv[0].rsplit("/", 1)[-1]
+    print(f"{program}: {' '.join(str(message).split())}", file=sys.stderr)
+
+
+sys.excepthook = _end
 
 
 def one_line_errors(main):
-    """Decorate a program's entry point: UserError and interruption end it in one line, anything else is our bug."""
-
-    @functools.wraps(main)
-    def wrapper(*args, **kwargs):
-        try:
-            return main(*args, **kwargs)
-        except UserError as error:
-            print(f"{_program()}: {' '.join(str(error).split())}", file=sys.stderr)
-            sys.exit(error.status)
-        except KeyboardInterrupt:
-            print(f"\n{_program()}: interrupted; nothing was written", file=sys.stderr)
-            sys.exit(128 + signal.SIGINT)
-
-    return wrapper
-
-
-def _program():
-    return sys.argv[0].rsplit("/", 1)[-1] or "python"
+    return main

@@ -48,6 +48,11 @@ def companion(results_path, name):
     return os.fspath(results_path) if name == "results.csv" else beginning(results_path) + name
 
 
+def read_runs(results_path):
+    """The experiment's runs.csv: a list with a dict of text for each row, [] if there is no such file."""
+    return _rows(companion(results_path, "runs.csv"))
+
+
 def record(results_path, milliseconds, losses, run, round=0, rounds=1):
     """Merge one finished run into the three tables: this label's two columns and its row, and nothing else.
 

@@ -77,7 +77,7 @@ def merge(parts, ranks):
 
 def main():
     text = standard_library()
-    ranks = train(text.decode(errors="replace"), EMBEDDED_SIZE)
+    ranks = train(text.decode(), EMBEDDED_SIZE)
     RANKS.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items()))
     print(f"{RANKS}: {len(ranks):,} entries from a corpus with SHA-256 {hashlib.sha256(text).hexdigest()}")
 

@@ -1,0 +1,116 @@
+"""The machine a run is made on: which device, what it is called, how it feels, how fast it can multiply."""
+
+import platform
+import time
+from importlib import metadata
+
+from Utils.errors import UserError
+
+import torch
+
+
+def choose_device(name="auto"):
+    """torch.device for "auto" (a GPU where there is one), "cuda" or "cpu". Raises UserError where there is no GPU."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        if torch.version.cuda is None:
+            raise UserError(f"torch {torch.__version__} is built for CPUs only: choose --device cpu (make: DEVICE=cpu), or "
+                            "install the build for GPUs: pip install --force-reinstall -r requirements.txt")
+        raise UserError("torch finds no usable NVIDIA GPU: see whether nvidia-smi works, or choose --device cpu (make: DEVICE=cpu)")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def describe(device):
+    """What runs.csv keeps of the hardware and the versions, as a dict; GPU entries only for a GPU."""
+    facts = {
+        "device": device.type,
+        "device_name": platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "bitsandbytes": _version("bitsandbytes"),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "device_name": properties.name,
+            "device_memory_mib": properties.total_memory // 2**20,
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "cuda": torch.version.cuda,
+            "driver": nvml(device).get("driver"),
+        }
+    else:
+        facts["device_name"] = _cpu_name()
+    return facts
+
+
+def _version(package):
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name():
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()
+
+
+def nvml(device):
+    """Clock, temperature and company of the GPU this moment, as a dict. Empty where NVML is absent or silent."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+        causes = {
+            "heat": pynvml.nvmlClocksThrottleReasonHwThermalSlowdown,
+            "heat (driver)": pynvml.nvmlClocksThrottleReasonSwThermalSlowdown,
+            "power limit": pynvml.nvmlClocksThrottleReasonSwPowerCap,
+            "power brake": pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown,
+        }
+        return {
+            "driver": pynvml.nvmlSystemGetDriverVersion(),
+            "sm_clock_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+            "temperature_c": pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
+            "throttled": ", ".join(cause for cause, bit in causes.items() if reasons & bit) or "no",
+            # Process ids differ inside a container, so this process is counted, not recognized.
+            "other_gpu_processes": max(0, len(pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) - 1),
+        }
+    except Exception:  # NVML reports its failures by a class of its own for each, and none of them is this run's
+        return {}
+
+
+def peak_tflops(device, seconds=0.8):
+    """The card's bfloat16 matrix peak, measured: the best rate of square products (2 n^3 FLOP) of random matrices.
+
+    Takes about `seconds` (s) and up to 384 MiB; sizes that do not fit are left out. None on a CPU.
+    """
+    if device.type == "cpu":
+        return None
+    torch.cuda.empty_cache()
+    best = 0.0
+    sizes = (2048, 4096, 8192)
+    for n in sizes:
+        try:
+            a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+            out = torch.empty_like(a)
+            torch.mm(a, b, out=out)
+        except torch.OutOfMemoryError:
+            break
+        torch.cuda.synchronize(device)
+        stop = time.perf_counter() + seconds / len(sizes)
+        while time.perf_counter() < stop:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(4):
+                torch.mm(a, b, out=out)
+            end.record()
+            end.synchronize()
+            best = max(best, 4 * 2 * n**3 / start.elapsed_time(end) / 1e9)
+    return best

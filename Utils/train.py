@@ -1,0 +1,163 @@
+"""One training run: what a script may change, the loop that all scripts share, stacking, and the command line."""
+
+import argparse
+import inspect
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+from Utils import data, hardware, measure, results, scripts
+from Utils.console import Progress, report
+from Utils.errors import UserError
+from Utils.fingerprint import doubts, fingerprint
+from Utils.model import GPT2, PRESETS
+
+import torch
+
+LEARNING_RATE = 3e-4
+PROFILED_STEPS = 3
+# Beside the code, so that graphs are compiled once on a machine; an experiment's first step tells cold from warm.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(scripts.ROOT / ".cache" / "inductor"))
+
+
+class Run:
+    """What a training run is made of. A script's `optimize(run)` replaces one of `forward`, `model.attention` and
+    `optimizer`, or changes PyTorch's settings for the whole process.
+
+    `batch(step)` gives two (B, T) tensors of token ids in host memory: the input and what comes next.
+    """
+
+    def __init__(self, model, batch, device, learning_rate=LEARNING_RATE):
+        self.device = device
+        self.model = model.to(device)
+        self.batch = batch
+        self.learning_rate = learning_rate
+        self.forward = self.model.forward  # (x, y) -> loss
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate)
+
+
+def train(run, steps):
+    """Yield the milliseconds and the loss of each of `steps`, a range of step numbers."""
+    for step in steps:
+        batch = run.batch(step)
+        with measure.clock(run.device) as elapsed:
+            x, y = (ids.to(run.device, non_blocking=True) for ids in batch)      # (B, T) each
+            loss = run.forward(x, y)                                             # ()
+            loss.backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad(set_to_none=True)
+        yield elapsed.milliseconds, loss.item()
+
+
+def stack(run, modules):
+    """Apply several scripts' `optimize` to one run, in order. Raises UserError where one would undo another."""
+    chosen = {}
+    for module in modules:
+        before = run.optimizer, run.model.attention
+        module.optimize(run)
+        after = run.optimizer, run.model.attention
+        for part, old, new in zip(("optimizer", "attention"), before, after, strict=True):
+            if new is not old and part in chosen:
+                raise UserError(f"{chosen[part]} and {module.LABEL} both choose the {part}: leave one of them out")
+            if new is not old:
+                chosen[part] = module.LABEL
+
+
+def main(optimize, label):
+    """The command line of every script: train with `optimize` (after those of --with), measure, add to the results."""
+    script = inspect.getmodule(optimize)
+    args = parse_arguments(script)
+    modules = [*map(scripts.load, args.others), script]
+    names = [Path(module.__file__).stem for module in modules]
+    if len(set(names)) < len(names):
+        raise UserError(f"a script is named twice in {' '.join(names)}: name each once")
+    label = "+".join(module.LABEL for module in modules)
+
+    device = hardware.choose_device(args.device)
+    config = PRESETS[args.model]
+    text = data.load(config.vocab_size, args.data, need=config.block_size + 1)
+
+    def batch(step):
+        x, y = data.batch(text.tokens, step, args.batch_size, config.block_size, args.seed)
+        return (x.pin_memory(), y.pin_memory()) if device.type == "cuda" else (x, y)
+
+    row = {
+        "label": label,
+        "scripts": " ".join(names),
+        "model": args.model,
+        "batch_size": args.batch_size,
+        "steps": args.steps,
+        "round": args.round - 1,
+        "rounds": args.rounds,
+        "seed": args.seed,
+        "data": text.digest,
+        "text": text.source,
+        "vocabulary": text.vocabulary,
+        "block_size": config.block_size,
+        "vocab_size": config.vocab_size,
+        "learning_rate": LEARNING_RATE,
+        **hardware.describe(device),
+    }
+    results.check(args.results_path, row)
+    earlier = results.read_runs(args.results_path)
+    if device.type == "cpu" and not earlier:
+        print("No GPU in use: the timings are of this CPU and say nothing about a GPU.")
+    row["started"] = datetime.now(UTC).isoformat(timespec="seconds")
+
+    run = Run(GPT2(config, seed=args.seed), batch, device)
+    row["parameters"] = run.model.n_parameters
+    stack(run, modules)
+
+    milliseconds, losses = [], []
+    with Progress(label, args.steps) as progress:
+        for elapsed, loss in train(run, range(args.steps)):
+            milliseconds.append(elapsed)
+            losses.append(loss)
+            progress.update(elapsed, loss)
+
+    row |= measure.timing(milliseconds, losses, tokens=args.batch_size * config.block_size)
+    row |= measure.peak_memory(device) | hardware.nvml(device)
+    row |= fingerprint(run, train(run, range(args.steps, args.steps + PROFILED_STEPS)))
+    peak = known_peak(earlier, row) or hardware.peak_tflops(device)
+    row |= measure.utilization(config, run.model.n_parameters, row, peak)
+    warnings = doubts(run, row)
+    row["warnings"] = "; ".join(warnings)
+    results.record(args.results_path, milliseconds, losses, row, args.round - 1, args.rounds)
+    for warning in warnings:
+        print(f"{label}: warning: {warning}")
+    print(report(row, earlier))
+
+
+def known_peak(rows, row):
+    """The matrix peak (TFLOP/s) that an earlier run of the experiment measured on this card, or None."""
+    peaks = (old.get("peak_tflops") for old in rows if old.get("device_name") == row["device_name"])
+    return next((float(peak) for peak in peaks if peak), None)
+
+
+def parse_arguments(script):
+    """The settings of a run, from the command line of `script`, a module."""
+    parser = argparse.ArgumentParser(
+        description=script.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="`make help` lists the targets that run these scripts for you.",
+    )
+    need = parser.add_argument_group("required")
+    need.add_argument("--steps", "--number_of_steps", type=positive, required=True, metavar="N", help="training steps")
+    need.add_argument("--batch_size", type=positive, required=True, metavar="B", help="sequences in a batch")
+    need.add_argument("--results_path", required=True, metavar="FILE", help="the results.csv to add this run to")
+    parser.add_argument("--model", choices=PRESETS, default="small", help="size of the GPT-2 (default: small)")
+    parser.add_argument("--data", metavar="FILE", help="text to train on (default: Python's standard library)")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run (default: auto)")
+    parser.add_argument("--seed", type=int, default=0, help="fixes the initial weights and the batches (default: 0)")
+    parser.add_argument("--with", dest="others", nargs="+", default=[], metavar="SCRIPT",
+                        help="scripts whose optimization is applied first, for instance brainFloat16 torch_compile")
+    parser.add_argument("--rounds", type=positive, default=1, metavar="N", help="repetitions that are pooled (default: 1)")
+    parser.add_argument("--round", type=positive, default=1, metavar="K", help="which of them this is (default: 1)")
+    return parser.parse_args()
+
+
+def positive(text):
+    """A positive whole number, for argparse."""
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
