@@ -35,7 +35,8 @@ COLOURS = {BASELINE: "#808080", "TF32": "#E69F00", "BF16": "#56B4E9", "TC": "#00
 OTHERS = ("#332288", "#88CCEE", "#44AA99", "#117733", "#999933", "#CC6677", "#882255", "#AA4499")  # Paul Tol's muted
 STYLE = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#999999",
          "axes.labelcolor": "#333333", "text.color": "#222222",
-         "xtick.color": "#666666", "xtick.labelcolor": "#333333", "ytick.color": "#666666", "ytick.labelcolor": "#333333", "grid.color": "#E4E4E4", "axes.axisbelow": True, "figure.facecolor": "white",
+         "xtick.color": "#666666", "xtick.labelcolor": "#333333", "ytick.color": "#666666",
+         "ytick.labelcolor": "#333333", "grid.color": "#E4E4E4", "axes.axisbelow": True, "figure.facecolor": "white",
          "savefig.facecolor": "white", "text.parse_math": False}
 MANY = 12      # more lines than this cannot be labelled at their ends
 COLUMNS = 600  # more steps than this are drawn as groups of steps

@@ -68,7 +68,7 @@ def record(results_path, milliseconds, losses, run, round=0, rounds=1):
     with locked(results_path):
         results = _with_column(paths["results.csv"], label, [f"{ms:.4f}" for ms in milliseconds], round, rounds)
         losses = _with_column(paths["losses.csv"], label, [f"{loss:.9g}" for loss in losses], round, rounds)
-        runs = _with_row(paths["runs.csv"], {name: _text(value) for name, value in row.items()})
+        runs = _with_row(read_runs(results_path), {name: _text(value) for name, value in row.items()})
         # results.csv last, because it says which labels there are: whoever is killed between two of these renames
         # leaves a loss and a row that nobody asks for, and a folder that reads as if the run had not been. Only where
         # a label is replaced can old times stand beside a new row; summarize() compares their first step and says so.
@@ -83,6 +83,7 @@ def check(results_path, run):
     Makes the folder. UserError names the difference and says what to do.
     """
     steps, rounds, round = int(run["steps"]), int(run.get("rounds") or 1), int(run.get("round") or 0)
+    folder = os.path.dirname(os.path.abspath(results_path))
     with locked(results_path):
         for name in TABLES:
             if os.path.isdir(companion(results_path, name)):
@@ -99,14 +100,13 @@ def check(results_path, run):
             for column, texts in table.items():
                 parse(path, column, texts)
             _fit(path, table, steps * rounds)
-        path = companion(results_path, "runs.csv")
-        for row in _rows(path):
+        for row in read_runs(results_path):
             if row["label"] == run["label"] and (round == 0 or _round(row) == str(round)):
                 continue  # about to be replaced
             for key in MUST_MATCH:
                 old, new = row.get(key, ""), _text(run.get(key))
                 if old and new and not _same(old, new):
-                    raise UserError(f"{path}: {row['label']} ran with {key} = {old}, this run has {new}, "
+                    raise UserError(f"{folder}: {row['label']} ran with {key} = {old}, this run has {new}, "
                                     f"so they cannot be compared: {ADVICE}")
 
 
@@ -273,8 +273,7 @@ def _with_column(path, label, texts, round, rounds):
     return {name: table[name] for name in sorted(table, key=lambda name: (name != "step", name != BASELINE))}
 
 
-def _with_row(path, new):
-    rows = _rows(path)
+def _with_row(rows, new):
     if new["round"] == "0":
         rows = [row for row in rows if row["label"] != new["label"] or _round(row) == "0"]
     same = [i for i, row in enumerate(rows) if (row["label"], _round(row)) == (new["label"], new["round"])]
@@ -286,8 +285,9 @@ def _with_row(path, new):
     return {name: [row.get(name, "") for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
 
-def _rows(path):
-    """runs.csv as a list of dicts of text."""
+def read_runs(results_path):
+    """The rows of runs.csv, each a dict of text; [] if there is none."""
+    path = companion(results_path, "runs.csv")
     table = read_table(path)
     if table and "label" not in table:
         raise UserError(f"{path} has no column named 'label', so it is not a table of this project: {ADVICE}")
