@@ -16,7 +16,6 @@ import argparse
 import io
 import zlib
 
-from Utils.errors import one_line_errors
 from Utils.results import BASELINE, PICTURES, beginning, locked, write
 from Utils.summary import CPU, as_text, cells, on_cpu, page, subject, summarize
 
@@ -42,7 +41,6 @@ MANY = 12      # more lines than this cannot be labelled at their ends
 COLUMNS = 600  # more steps than this are drawn as groups of steps
 
 
-@one_line_errors
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Draw an experiment's results and summarize them in a table.")
     parser.add_argument("--results_path", default="results.csv", help="the experiment's results.csv")

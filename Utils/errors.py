@@ -40,7 +40,3 @@ def _say(message):
 
 
 sys.excepthook = _end
-
-
-def one_line_errors(main):
-    return main

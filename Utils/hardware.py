@@ -14,10 +14,11 @@ def choose_device(name="auto"):
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
+        cpu = "or choose the CPU with --device cpu (make: DEVICE=cpu)"
         if torch.version.cuda is None:
-            raise UserError(f"torch {torch.__version__} is built for CPUs only: choose --device cpu (make: DEVICE=cpu), or "
-                            "install the build for GPUs: pip install --force-reinstall -r requirements.txt")
-        raise UserError("torch finds no usable NVIDIA GPU: see whether nvidia-smi works, or choose --device cpu (make: DEVICE=cpu)")
+            raise UserError(f"torch {torch.__version__} is built for CPUs only: install the build for GPUs with "
+                            f"pip install --force-reinstall -r requirements.txt, {cpu}")
+        raise UserError(f"torch finds no usable NVIDIA GPU: see whether nvidia-smi works, {cpu}")
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -21,7 +21,7 @@ import os
 import re
 from pathlib import Path
 
-from Utils.errors import UserError, one_line_errors
+from Utils.errors import UserError
 
 BASELINE = "no_optimization"
 MUST_MATCH = ("model", "batch_size", "steps", "rounds", "seed", "data", "device_name", "gpus", "torch")
@@ -50,7 +50,11 @@ def companion(results_path, name):
 
 def read_runs(results_path):
     """The experiment's runs.csv: a list with a dict of text for each row, [] if there is no such file."""
-    return _rows(companion(results_path, "runs.csv"))
+    path = companion(results_path, "runs.csv")
+    table = read_table(path)
+    if table and "label" not in table:
+        raise UserError(f"{path} has no column named 'label', so it is not a table of this project: {ADVICE}")
+    return [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
 
 
 def record(results_path, milliseconds, losses, run, round=0, rounds=1):
@@ -285,15 +289,6 @@ def _with_row(rows, new):
     return {name: [row.get(name, "") for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
 
-def read_runs(results_path):
-    """The rows of runs.csv, each a dict of text; [] if there is none."""
-    path = companion(results_path, "runs.csv")
-    table = read_table(path)
-    if table and "label" not in table:
-        raise UserError(f"{path} has no column named 'label', so it is not a table of this project: {ADVICE}")
-    return [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
-
-
 def _round(row):
     return row.get("round") or "0"
 
@@ -322,7 +317,6 @@ def _as_csv(table):
     return file.getvalue().encode()
 
 
-@one_line_errors
 def main(argv=None):
     """python -m Utils.results {init,reset,clean} ...: what the Makefile's init_results, reset and clean call."""
     parser = argparse.ArgumentParser(description="Make or delete the files of an experiment.")

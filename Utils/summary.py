@@ -26,8 +26,8 @@ NOTABLE = 0.05  # differences that deserve a warning
 RESAMPLES = 2000
 FEW = 20  # steps after warm-up below which a bootstrap interval is known to be too narrow
 
-SETTINGS = ("model", "parameters", "batch_size", "block_size", "vocab_size", "steps", "rounds", "seed", "data",
-            "vocabulary", "learning_rate")
+SETTINGS = ("model", "parameters", "batch_size", "block_size", "vocab_size", "steps", "rounds", "seed", "text",
+            "data", "vocabulary", "learning_rate")
 MACHINE = ("device", "device_name", "device_memory_mib", "compute_capability", "gpus", "driver", "cuda", "torch",
            "python", "bitsandbytes", "peak_tflops")
 FINGERPRINT = ("matmul_precision", "matmul_error", "logits_dtype", "kernels_per_step", "graph_breaks", "cuda_graphs",
@@ -183,7 +183,9 @@ def bootstrap_means(rounds, name):
         blocks = n // length
         sums = np.cumsum(np.concatenate([[0.0], times, times[:length - 1]]))
         means = (sums[length:] - sums[:-length]) / length                        # (n,): of the block that starts at i
-        total += n * means[generator.integers(n, size=(RESAMPLES, blocks))].mean(axis=1)
+        drawn = means[generator.integers(n, size=(RESAMPLES, blocks))].mean(axis=1)
+        wider = math.sqrt(n / (n - length)) if n > length else 1  # what blocks lack of the spread of independent steps
+        total += n * (times.mean() + wider * (drawn - times.mean()))
     return total / sum(map(len, rounds)) if rounds else total
 
 

@@ -145,19 +145,24 @@ def parse_arguments(script):
     need.add_argument("--steps", "--number_of_steps", type=positive, required=True, metavar="N", help="training steps")
     need.add_argument("--batch_size", type=positive, required=True, metavar="B", help="sequences in a batch")
     need.add_argument("--results_path", required=True, metavar="FILE", help="the results.csv to add this run to")
-    parser.add_argument("--model", choices=PRESETS, default="small", help="size of the GPT-2 (default: small)")
-    parser.add_argument("--data", metavar="FILE", help="text to train on (default: Python's standard library)")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run (default: auto)")
-    parser.add_argument("--seed", type=int, default=0, help="fixes the initial weights and the batches (default: 0)")
-    parser.add_argument("--with", dest="others", nargs="+", default=[], metavar="SCRIPT",
-                        help="scripts whose optimization is applied first, for instance brainFloat16 torch_compile")
-    parser.add_argument("--rounds", type=positive, default=1, metavar="N", help="repetitions that are pooled (default: 1)")
-    parser.add_argument("--round", type=positive, default=1, metavar="K", help="which of them this is (default: 1)")
+    optional = parser.add_argument
+    optional("--model", choices=PRESETS, default="small", help="size of the GPT-2 (default: small)")
+    optional("--data", metavar="FILE", help="text to train on (default: Python's standard library)")
+    optional("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run (default: auto)")
+    optional("--seed", type=whole, default=0, help="fixes the initial weights and the batches (default: 0)")
+    optional("--with", dest="others", nargs="+", default=[], metavar="SCRIPT",
+             help="scripts whose optimization is applied first, for instance brainFloat16 torch_compile")
+    optional("--rounds", type=positive, default=1, metavar="N", help="repetitions that are pooled (default: 1)")
+    optional("--round", type=positive, default=1, metavar="K", help="which of them this is (default: 1)")
     return parser.parse_args()
 
 
-def positive(text):
-    """A positive whole number, for argparse."""
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+def whole(text, least=0):
+    """A whole number from `least` on, for argparse."""
+    if not (text.isascii() and text.isdigit() and least <= int(text) < 2**31):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
     return int(text)
+
+
+def positive(text):
+    return whole(text, least=1)
