@@ -17,7 +17,7 @@ import io
 import zlib
 
 from Utils.results import BASELINE, PICTURES, beginning, locked, write
-from Utils.summary import CPU, as_text, cells, on_cpu, page, subject, summarize
+from Utils.summary import CPU, as_text, cells, on_cpu, page, ratio, subject, summarize
 
 import matplotlib
 import matplotlib.colors
@@ -64,7 +64,7 @@ def main(argv=None):
 
 def figures(summary):
     """{file name: Figure}, only those that there are data for. Figures know no display, whatever MPLBACKEND says."""
-    drawn = map(lambda draw: draw(summary), (speedups, step_times, heatmap, memory, losses))
+    drawn = [draw(summary) for draw in (speedups, step_times, heatmap, memory, losses)]
     return {name: figure for name, figure in zip(PICTURES, drawn, strict=True) if figure}
 
 
@@ -84,9 +84,9 @@ def darker(colour, share):
     return matplotlib.colors.to_hex(np.array(matplotlib.colors.to_rgb(colour)) * share)
 
 
-def canvas(summary, title, rows=None, height=6.4, **subplots):
-    """A figure with its title and what was measured on what. `rows` bars get a height of their own."""
-    height = 2.1 + 0.42 * rows if rows else height
+def canvas(summary, title, rows=None, names=0, height=6.4, **subplots):
+    """A figure with its title and what was measured on what, high enough for `rows` bars or a legend of `names`."""
+    height = 2.1 + 0.42 * rows if rows else max(height, 1.8 + 0.18 * names)
     figure = matplotlib.figure.Figure(figsize=(11, height), layout="constrained")
     figure.get_layout_engine().set(rect=(0.01, 0.1 / height, 0.98, 1 - 1 / height), h_pad=0.08)
     figure.text(0.015, 1 - 0.4 / height, title, fontsize=17, fontweight="bold")
@@ -104,22 +104,27 @@ def bars(axes, labels):
     return np.arange(len(labels))
 
 
+def say(axes, text, end, place):
+    """What there is to say about a bar, right of its end and on top of whatever lines run there."""
+    axes.annotate(text, (end, place), (6, 0), textcoords="offset points", va="center",
+                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
+
+
 def speedups(summary):
     table = summary.table
     figure, axes = canvas(summary, "How many times faster than the baseline", rows=len(table))
     places = bars(axes, table.index)
     axes.barh(places, table["speedup"].fillna(0), height=0.68, color=list(map(colour, table.index)))
     whiskers = table[["low", "high"]].sub(table["speedup"], axis=0).abs()
-    known = whiskers["low"].notna().to_numpy()
-    axes.errorbar(table["speedup"][known], places[known], xerr=whiskers[known].T, fmt="none", color="#222222",
-                  elinewidth=1.3, capsize=3.5)
+    axes.errorbar(table["speedup"], places, xerr=whiskers.to_numpy().T, fmt="none", color="#222222", elinewidth=1.3,
+                  capsize=3.5)
     for place, (_, row) in zip(places, table.iterrows(), strict=True):
         ends = np.nanmax([row["speedup"], row["high"], 0])
-        words = [f"{row['speedup']:.2f}x"] * (row["speedup"] > 0)
+        words = [ratio(row["speedup"])] * (row["speedup"] > 0)
         words += [row["verdict"]] * (row["verdict"] not in ("baseline", "faster", "slower"))
-        axes.annotate("  ".join(words), (ends, place), (6, 0), textcoords="offset points", va="center")
+        say(axes, "  ".join(words), ends, place)
     axes.axvline(1, color="#222222", linewidth=1, linestyle=(0, (4, 3)))
-    axes.set_xlim(0, 1.18 * np.nanmax([1, *table["speedup"], *table["high"]]))
+    axes.set_xlim(0, 1.02 * np.nanmax([1, *table["speedup"], *table["high"]]))
     axes.set_xlabel("mean step time of the baseline / mean step time of the technique (whiskers: 95 % interval)")
     return figure
 
@@ -127,36 +132,39 @@ def speedups(summary):
 def step_times(summary):
     """Milliseconds of every step. The axis is made for the steps after warm-up; what is above it is said, not drawn."""
     times = summary.milliseconds
-    figure, axes = canvas(summary, "Milliseconds of every step")
+    figure, axes = canvas(summary, "Milliseconds of every step", names=len(times.columns))
     steps, width = grouped(times.index.to_numpy(), np.nanmedian), group_width(times)
-    measured = times[times.index % summary.steps >= summary.warmup]
-    low, high = np.nanmin(measured), np.nanmax(measured)
-    top, ends = high * (high / low) ** 0.1 * 1.1, {}
+    warm = times.index % summary.steps < summary.warmup
+    low, high = np.nanmin(times), np.nanmax(times[~warm])
+    top, ends, tops = high * (high / low) ** 0.1 * 1.1, {}, 0
     for label in times:
         line = grouped(times[label].to_numpy(), np.nanmedian)
         axes.plot(steps, np.where(line > top, np.nan, line), color=colour(label), linewidth=1.5,
-                  marker="o" if len(steps) == 1 else None, label=label)
+                  marker="o" if len(steps) == 1 else None)
         above = np.flatnonzero(line > top)
-        axes.plot(steps[above], np.full(len(above), top), "^", color=colour(label), clip_on=False, markersize=6)
+        tops += len(above)
+        axes.plot(steps[above], np.full(len(above), top), "^", color=colour(label), clip_on=False, markersize=6,
+                  in_layout=False)  # an empty line that is not clipped would ask for room at the figure's corner
         slow = summary.slow[label].to_numpy().nonzero()[0]
         slow = slow[np.argsort(times[label].to_numpy()[slow])[-200:]]  # of a hundred thousand steps, the slowest do
         axes.plot(times.index[slow], times[label].to_numpy()[slow], "o", color=colour(label), markersize=6,
                   markerfacecolor="white", markeredgewidth=1.4)
-        finite = line[np.isfinite(line)]
-        ends[label] = finite[len(finite) // 2:].mean() if len(finite) else np.nan
+        measured = times[label][~warm].dropna().to_numpy()
+        ends[label] = np.median(measured[-1 - len(measured) // 10:]) if len(measured) else np.nan
     for start in range(0, summary.steps * summary.rounds, summary.steps) if summary.warmup else ():
         axes.axvspan(start - 0.5, start + summary.warmup - 0.5, color="#EFEFEF", linewidth=0, zorder=0)
     axes.set_yscale("log")
     axes.set_ylim(low / (high / low) ** 0.05 / 1.1, top)
     plain_ticks(axes.yaxis)
-    axes.set_xlim(steps[0] - 0.5 - width / 2, steps[-1] + 0.5 + width / 2)
+    count_steps(axes, steps, width)
     axes.grid(axis="y")
     axes.set_ylabel("ms (logarithmic)")
-    axes.set_xlabel("step" + f", medians of {width} steps" * (width > 1) + "    (grey: warm-up, in no statistic;  "
-                    "\u25b2 above the axis;  \u25cb slow step)")
+    signs = ["grey: warm-up, in no statistic"] * (summary.warmup > 0) + ["\u25b2 above the axis"] * (tops > 0)
+    signs += ["\u25cb slow step"] * bool(summary.slow.to_numpy().any())
+    axes.set_xlabel("step" + f", medians of {width} steps" * (width > 1) + f"    ({';  '.join(signs)})" * bool(signs))
     names = {}
     for label, row in summary.table.iterrows():
-        names[label] = f"{label}  {row['mean_ms']:.4g} ms"
+        names[label] = f"{label}  {row['mean_ms']:{'.3g' if row['mean_ms'] < 1000 else ',.0f'}} ms"
         if row["first_step_ms"] > max(top, 10 * row["mean_ms"]):
             names[label] += f", first {row['first_step_ms'] / 1000:.1f} s"
     name_lines(axes, ends, names)
@@ -167,10 +175,10 @@ def heatmap(summary):
     times = summary.milliseconds
     figure, axes = canvas(summary, "Where the time went: every step of every technique", rows=len(times.columns))
     grid = np.stack([grouped(times[label].to_numpy(), np.nanmean) for label in times])
-    measured = times[times.index % summary.steps >= summary.warmup].to_numpy()
-    low, high = np.nanquantile(measured, [0.001, 0.999])
+    measured = times[times.index % summary.steps >= summary.warmup]
+    low, high = np.nanmin(grid), np.nanquantile(measured, 0.999)
     norm = matplotlib.colors.LogNorm(low * 0.999, high * 1.001)
-    edges = np.linspace(-0.5, times.index[-1] + 0.5, grid.shape[1] + 1)
+    edges = np.append(times.index[::group_width(times)] - 0.5, times.index[-1] + 0.5)
     axes.set_facecolor("#E4E4E4")  # what is missing
     image = axes.pcolormesh(edges, np.arange(len(grid) + 1) - 0.5, np.ma.masked_invalid(grid), norm=norm,
                             cmap="viridis_r", rasterized=True)
@@ -180,8 +188,10 @@ def heatmap(summary):
     axes.hlines(np.arange(1, len(grid)) - 0.5, *axes.get_xlim(), color="white", linewidth=2)
     for start in range(summary.steps, summary.steps * summary.rounds, summary.steps):
         axes.axvline(start - 0.5, color="white", linewidth=1.5)
+    count_steps(axes, times.index)
     axes.set_xlabel("step")
-    bar = figure.colorbar(image, ax=axes, pad=0.01, extend="both", aspect=max(8, 2 * len(grid)))
+    bar = figure.colorbar(image, ax=axes, pad=0.01, extend="max" if np.nanmax(grid) > norm.vmax else "neither",
+                          extendfrac=0.4 / len(grid), aspect=max(8, 2 * len(grid)))
     bar.set_label("ms (dark: slow)")
     plain_ticks(bar.ax.yaxis)
     bar.outline.set_visible(False)
@@ -207,8 +217,8 @@ def memory(summary):
         text = f"{row['peak_allocated_mib']:,.0f} MiB"
         if row["optimizer_state_mib"] > 0:
             text += f"  (optimizer {row['optimizer_state_mib']:,.0f})"
-        axes.annotate(text, (np.nanmax(row), place), (6, 0), textcoords="offset points", va="center")
-    axes.set_xlim(0, 1.3 * np.nanmax(table))
+        say(axes, text, np.nanmax(row), place)
+    axes.set_xlim(0, 1.02 * np.nanmax(table))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("MiB")
     figure.legend(handles=keys[::-1], loc="outside lower right", frameon=False, ncols=3)
@@ -221,8 +231,8 @@ def losses(summary):
     if summary.losses is None:
         return None
     losses = summary.losses.replace([np.inf, -np.inf], np.nan)
-    figure, (above, below) = canvas(summary, "Does it still learn the same?", height=8, nrows=2, sharex=True,
-                                    height_ratios=(2, 3))
+    figure, (above, below) = canvas(summary, "Does it still learn the same?", names=1.6 * len(losses.columns), height=8,
+                                    nrows=2, sharex=True, height_ratios=(2, 3))
     steps, ends, same = grouped(losses.index.to_numpy(), np.nanmedian), {}, []
     marker = "o" if len(steps) == 1 else None
     for label in losses:
@@ -237,10 +247,14 @@ def losses(summary):
             ends[label] = most[-1]
         elif label != BASELINE:
             same.append(label)
+    middle, half = np.mean(above.get_ylim()), np.ptp(above.get_ylim()) / 2
+    above.set_ylim(middle - max(half, 0.05), middle + max(half, 0.05))  # where losses agree, do not magnify the rest
     above.set_ylabel("loss")
     below.set_ylabel("difference to the baseline's loss")
-    below.set_xlabel("step    (thin: of that step;  thick: largest so far"
-                     + (f";  no difference at all: {', '.join(same)})" if same else ")"))
+    signs = ["thin: of that step", "thick: largest so far"] * (bool(ends) and len(steps) > 1)
+    signs += [f"no difference at all: {', '.join(same)}"] * bool(same)
+    below.set_xlabel("step" + f"    ({';  '.join(signs)})" * bool(signs))
+    count_steps(below, steps, group_width(losses))
     for axes in (above, below):
         axes.grid(axis="y")
     if ends:
@@ -266,10 +280,17 @@ def grouped(values, how):
     return np.where(filled, how(groups, axis=1), np.nan)
 
 
+def count_steps(axes, steps, width=1):
+    """A horizontal axis from the first step to the last, which has no halves of steps."""
+    axes.set_xlim(steps[0] - width / 2, steps[-1] + width / 2)
+    axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator("auto", integer=True, min_n_ticks=1))
+
+
 def plain_ticks(axis):
     """1, 2, 5, 10, ... written out, where a logarithmic axis would write powers of ten or nothing."""
-    axis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 3, 5, 7)))
-    axis.set_major_formatter("{x:g}")
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5) if high > 30 * low else (1, 2, 3, 5, 7)))
+    axis.set_major_formatter("{x:,g}")
     axis.set_minor_locator(matplotlib.ticker.NullLocator())
 
 
@@ -277,16 +298,17 @@ def name_lines(axes, ends, names):
     """Each line's name at its right end, moved up or down where they would overlap; a legend where they are many."""
     ends = {label: end for label, end in ends.items() if np.isfinite(end)}
     if len(ends) > MANY:
-        lines = [matplotlib.lines.Line2D([], [], color=colour(label), linewidth=2) for label in ends]
-        axes.legend(lines, [names[label] for label in ends], loc="center left", bbox_to_anchor=(1.01, 0.5),
-                    frameon=False, fontsize=8 if len(ends) <= 30 else 6.5)
+        order = sorted(ends, key=ends.get, reverse=True)  # from top to bottom, as the lines end
+        lines = [matplotlib.lines.Line2D([], [], color=colour(label), linewidth=2) for label in order]
+        axes.legend(lines, [names[label] for label in order], loc="center left", bbox_to_anchor=(1.01, 0.5),
+                    frameon=False, fontsize=8)
         return
     axes.figure.draw_without_rendering()  # scales and limits are known only now
     wanted = axes.transAxes.inverted().transform(axes.transData.transform([(0, end) for end in ends.values()]))[:, 1]
-    height = 15 / (axes.get_window_extent().height / axes.figure.dpi * 72)  # of a line of text, in axes' heights
-    for label, y, place in zip(ends, wanted, spread(wanted, height), strict=True):
-        axes.annotate(names[label], (1, y), (1.03, place), xycoords="axes fraction", textcoords="axes fraction",
-                      va="center", color=colour(label), fontweight="bold", fontsize=10,
+    tall = axes.get_window_extent().height / axes.figure.dpi * 72  # points
+    for label, y, place in zip(ends, wanted, spread(wanted, 15 / tall), strict=True):
+        axes.annotate(names[label], (1, y), (14, (place - y) * tall), xycoords="axes fraction",
+                      textcoords="offset points", va="center", color=colour(label), fontweight="bold", fontsize=10,
                       arrowprops={"arrowstyle": "-", "color": colour(label), "linewidth": 0.8, "shrinkA": 2,
                                   "shrinkB": 1, "relpos": (0, 0.5)})
 

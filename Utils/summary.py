@@ -277,6 +277,11 @@ def _cell(form):
     return lambda value: "" if pd.isna(value) else form(value)
 
 
+def ratio(value):
+    """`1.69x`; of what is very slow, two digits that are not 0."""
+    return f"{value:.2f}x" if value >= 0.1 else f"{value:.2g}x"
+
+
 def _milliseconds(value):
     return f"{value:,.0f}" if value >= 10_000 else f"{value:.4g}" if value < 1000 else f"{value:.0f}"
 
@@ -286,10 +291,10 @@ def _duration(value):
 
 
 COLUMNS = {
-    "speedup": ("speedup", lambda value: f"{value:.2f}x"),
+    "speedup": ("speedup", ratio),
     "interval": ("95 % interval", str),
     "verdict": ("verdict", str),
-    "median_speedup": ("by medians", lambda value: f"{value:.2f}x"),
+    "median_speedup": ("by medians", ratio),
     "mean_ms": ("mean ms", _milliseconds),
     "median_ms": ("median ms", _milliseconds),
     "first_step_ms": ("first step", _duration),
