@@ -19,6 +19,7 @@ import io
 import numbers
 import os
 import re
+import tempfile
 from pathlib import Path
 
 from Utils.errors import UserError
@@ -92,12 +93,8 @@ def check(results_path, run):
         for name in TABLES:
             if os.path.isdir(companion(results_path, name)):
                 raise UserError(f"{companion(results_path, name)} is a folder: remove it, or choose another PREFIX")
-        probe = companion(results_path, "results.csv") + ".probe"
-        try:
-            write({probe: b"can this folder be written to?"})
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(probe)
+        with _beside({companion(results_path, "results.csv"): b"can this folder be written to?"}):
+            pass
         for name in ("results.csv", "losses.csv"):
             path = companion(results_path, name)
             table = read_table(path)
@@ -151,6 +148,8 @@ def remove(results_path):
 
 def clean(prefix):
     """remove() for every experiment's folder directly under `prefix`. Returns the paths of what was deleted."""
+    if not os.fspath(prefix).strip():
+        raise UserError("--prefix is empty: name the folder that holds the experiments, for example --prefix ./out")
     deleted = []
     for folder in sorted(Path(prefix).glob("*_experiment")):
         match = FOLDER.fullmatch(folder.name)
@@ -164,26 +163,39 @@ def clean(prefix):
 def locked(path):
     """Make the folder of file `path` and hold its lock: one writer at a time.
 
-    The lock lies on the folder itself: no lock file stays behind, and a holder that is killed lets go.
+    The lock lies on the folder itself: no lock file stays behind, and a holder that is killed lets go. On a network's
+    folder, which may not be lockable, it lies on this machine's folder for temporary files.
     """
     folder = Path(os.path.abspath(path)).parent
-    try:
-        blockers = [part for part in (folder, *folder.parents) if part.exists() and not part.is_dir()]
-        if blockers:
-            raise UserError(f"{blockers[0]} is a file where a folder is needed: move it, or choose another PREFIX")
-        while True:
-            os.makedirs(folder, exist_ok=True)
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if os.path.isdir(folder) and os.path.samestat(os.fstat(descriptor), os.stat(folder)):
-                break
-            os.close(descriptor)  # while we waited, `make reset` removed the folder that we were waiting for
-    except OSError as error:
-        raise UserError(f"cannot use the folder {folder}: {error.strerror}; choose another PREFIX") from error
-    try:
+    with contextlib.ExitStack() as held:
+        try:
+            blockers = [part for part in (folder, *folder.parents) if part.exists() and not part.is_dir()]
+            if blockers:
+                raise UserError(f"{blockers[0]} is a file where a folder is needed: move it, or choose another PREFIX")
+            while not _lock(folder, held):
+                held.close()  # while we waited, `make reset` removed the folder that we were waiting for
+        except OSError as error:
+            raise UserError(f"cannot use the folder {folder}: {error.strerror}; choose another PREFIX") from error
         yield
-    finally:
-        os.close(descriptor)
+
+
+def _lock(folder, held):
+    """Make and lock the folder until `held`, an ExitStack, is closed. False if it is gone again by then."""
+    def opened(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        held.callback(os.close, descriptor)
+        return descriptor
+
+    os.makedirs(folder, exist_ok=True)
+    try:
+        descriptor = opened(folder)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:  # NFS locks only what is open for writing, which no folder can be
+            fcntl.flock(opened(tempfile.gettempdir()), fcntl.LOCK_EX)
+        return os.path.samestat(os.fstat(descriptor), os.stat(folder))
+    except FileNotFoundError:
+        return False
 
 
 def write(contents):
@@ -191,17 +203,24 @@ def write(contents):
 
     All are written, and on the disk, before the first takes its place: a full disk changes nothing.
     """
+    with _beside(contents):
+        for path in contents:
+            os.replace(path + ".tmp", path)
+
+
+@contextlib.contextmanager
+def _beside(contents):
+    """Every file's new content on the disk beside the old one, under the name that ends in `.tmp`; gone afterwards."""
     try:
         for path, data in contents.items():
             with open(path + ".tmp", "wb") as file:  # one fixed name: whoever is killed leaves it, the next reuses it
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-        for path in contents:
-            os.replace(path + ".tmp", path)
+        yield
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}; "
-                        "make room there, or choose another PREFIX") from error
+                        "put that right, or choose another PREFIX") from error
     finally:
         for path in contents:
             with contextlib.suppress(OSError):
@@ -306,7 +325,7 @@ def _text(value):
         return ""
     if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
         return f"{value:.7g}"
-    return str(value)
+    return " ".join(str(value).splitlines())  # one run, one line: a file that was cut can be told
 
 
 def _as_csv(table):
@@ -331,6 +350,8 @@ def main(argv=None):
         if name == "init":
             command.add_argument("--steps", type=int, required=True, help="number of steps")
     args = parser.parse_args(argv)
+    if args.command != "clean" and not args.results_path.endswith(".csv"):
+        raise UserError(f"--results_path '{args.results_path}' does not end in .csv: name the experiment's results.csv")
     if args.command == "init":
         if args.steps < 1:
             raise UserError(f"--steps {args.steps}: give a positive whole number")

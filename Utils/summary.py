@@ -71,15 +71,17 @@ def summarize(results_path):
     runs = pd.DataFrame(read_table(companion(results_path, "runs.csv"), notes), dtype=str)
     runs = runs[runs["label"].isin(milliseconds.columns)] if "label" in runs else pd.DataFrame({"label": []}, dtype=str)
     if "valid" in runs:
-        invalid |= set(runs["label"][runs["valid"] == "False"])
+        invalid |= set(runs["label"][runs["valid"].str.lower() == "false"])
 
     rows = int(milliseconds.index[-1]) + 1
-    rounds = _number(runs, "rounds", "max", runs["label"].unique()).max()
-    rounds = int(rounds) if rounds >= 1 and rows % rounds == 0 else 1
-    steps = rows // rounds
+    rounds, steps = (_number(runs, name, "max", runs["label"].unique()).max() for name in ("rounds", "steps"))
+    fits = rounds >= 1 and steps >= 1 and rows <= rounds * steps  # fewer: a file that was cut; rounds begin as before
+    rounds, steps = (int(rounds), int(steps)) if fits else (1, rows)
     step, within = milliseconds.index.to_numpy() // steps, milliseconds.index.to_numpy() % steps  # round, step in it
     measured = milliseconds.where(pd.Series(within >= warmup(steps), milliseconds.index), axis=0)
     samples = {label: _rounds(measured[label].to_numpy(), step, rounds) for label in measured}
+    if not samples[BASELINE]:
+        raise UserError(f"{results_path}: '{BASELINE}' holds no step after warm-up: run `make baseline`")
     slow = measured.apply(_slow)
     first = milliseconds[milliseconds.index == 0]
     table = _compare(samples, invalid)
@@ -108,7 +110,7 @@ def _frame(path, notes, times=False):
     steps = pd.Index(parse(path, "step", texts.pop("step")), name="step")
     if not len(steps):
         raise UserError(f"{path} holds no rows: run the scripts first, for example with `make all`")
-    whole = steps[(steps >= 0) & (steps % 1 == 0)]
+    whole = steps[(steps >= 0) & (steps % 1 == 0) & (steps < 2**31)]
     if len(whole) < len(steps) or steps.has_duplicates:
         raise UserError(f"{path}: the column 'step' does not count 0, 1, 2, ...: {ADVICE}")
     columns, invalid, unusable = {}, set(), []
@@ -157,7 +159,7 @@ def _compare(samples, invalid):
     resampled = bootstrap_means(samples[BASELINE], BASELINE)
     rows = {}
     for label, times in pooled.items():
-        row = dict.fromkeys(("speedup", "low", "high", "median_speedup"), math.nan)
+        row = dict.fromkeys(("speedup", "low", "high", "median_speedup", "mean_ms", "median_ms"), math.nan)
         row |= {"mean_ms": times.mean(), "median_ms": np.median(times)} if len(times) else {}
         row["n"] = len(times)
         if len(times) and len(baseline) and not {label, BASELINE} & invalid:
@@ -232,7 +234,7 @@ def _instabilities(table, samples):
         if medians and max(medians) > (1 + NOTABLE) * min(medians):
             warnings.append(f"{label}: one round took {max(medians) / min(medians) - 1:.0%} more time than another. "
                             "Believe no difference smaller than that.")
-    few = int(table["n"].min())
+    few = int(table["n"][table["n"] > 0].min())
     if few < FEW:
         warnings.append(f"Only {few} step{'s' * (few != 1)} left after warm-up: intervals of so few are too narrow. "
                         "Use STEPS=30 or more.")
