@@ -259,8 +259,8 @@ def _complaints(runs, table):
             warnings.append(f"{label}: used {reserved:,.0f} of the {memory:,.0f} MiB that the GPU has. Nearly full, it "
                             "may spend time on making room: use a smaller BATCH_SIZE.")
         if others > 0:
-            warnings.append(f"{label}: {others:.0f} other process{'' if others == 1 else 'es'} used the GPU meanwhile. Close "
-                            "them and run it again.")
+            warnings.append(f"{label}: {others:.0f} other process{'' if others == 1 else 'es'} used the GPU meanwhile. "
+                            "Close what is not needed and run it again.")
         warnings += [f"{label}: {text.strip()}" for text in run.get("warnings", "").split("; ") if text.strip()]
     clocks = _number(runs, "sm_clock_mhz", "mean", runs["label"].unique()).dropna()
     if len(clocks) and clocks.max() > (1 + NOTABLE) * clocks.min():
