@@ -284,6 +284,7 @@ def count_steps(axes, steps, width=1):
     """A horizontal axis from the first step to the last, which has no halves of steps."""
     axes.set_xlim(steps[0] - width / 2, steps[-1] + width / 2)
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator("auto", integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
 
 
 def plain_ticks(axis):

@@ -123,7 +123,8 @@ def test_on_a_cpu_there_is_no_picture_of_memory(tmp_path, capsys):
 
 
 MANY = {BASELINE: 25.3} | {f"BF16+a long name {i}": 25.3 / i for i in range(1, 41)}
-UNUSUAL = {BASELINE: 25.3, "BF16 + TC": 9, "$x^2$ & <b>": 7, "_hidden": 5, "ü|ü,\"": 3, "+": 2, "A+B+": 2, "x" * 40: 1}
+UNUSUAL = {BASELINE: 25.3, "BF16 + TC": 9, "$\\bad$ & <b>": 7, "_hidden": 5, "ü|ü,\"": 3, "+": 2, "A+B+": 2,
+           "x" * 40: 1}
 
 
 @pytest.mark.parametrize(("means", "steps"), [
@@ -177,6 +178,16 @@ def test_the_axis_is_made_for_the_steps_after_warmup(tmp_path):
     assert any("first 15.0 s" in text.get_text() for text in axes.texts)
 
 
+def test_forty_names_find_room_beside_their_lines(tmp_path):
+    summary = summarize(experiment(tmp_path, MANY))
+    with matplotlib.rc_context(plots.STYLE):
+        for draw_lines in (plots.step_times, plots.losses):
+            figure = draw_lines(summary)
+            figure.draw_without_rendering()
+            axes = figure.axes[-1]
+            assert axes.get_legend().get_window_extent().height < 1.05 * axes.get_window_extent().height
+
+
 def test_the_axes_use_the_figure(tmp_path):
     summary = summarize(experiment(tmp_path))
     with matplotlib.rc_context(plots.STYLE):
@@ -201,8 +212,10 @@ def test_a_hundred_thousand_steps_take_seconds(tmp_path):
 
 
 def test_no_display_is_needed(tmp_path):
+    """pyplot would choose a window system; some of its versions fall back without a word where there is none."""
     path = experiment(tmp_path, {BASELINE: 25.3, "TF32": 15})
-    done = draw("--results_path", path, before="import os; os.environ.pop('DISPLAY', None)", MPLBACKEND="TkAgg")
+    no_display = "import os; os.environ.pop('DISPLAY', None); sys.modules['matplotlib.pyplot'] = None"
+    done = draw("--results_path", path, before=no_display, MPLBACKEND="TkAgg")
     assert (done.returncode, done.stderr) == (0, "")
     assert len(pictures(path)) == 5
 
@@ -258,6 +271,7 @@ def test_groups_of_steps_keep_what_they_are_asked_for():
     values = np.arange(1400.0)
     values[5] = np.nan
     assert list(plots.grouped(values[:4], np.nanmedian)) == [0, 1, 2, 3]
+    assert len(plots.grouped(np.arange(plots.COLUMNS), np.nanmedian)) == plots.COLUMNS
     assert list(plots.grouped(values, np.nanmax)[:3]) == [2, 4, 8]
     assert np.isnan(plots.grouped(np.full(1400, np.nan), np.nanmean)).all()
 

@@ -552,6 +552,13 @@ def test_reset_deletes_one_experiment(tmp_path, path):
     assert os.listdir(tmp_path) == ["5B_3N_experiment"] and all(map(os.path.isfile, kept))
 
 
+def test_reset_keeps_a_folder_that_is_not_named_like_an_experiments(tmp_path):
+    path = str(tmp_path / "mine" / "results.csv")
+    measure(path)
+    assert run("-m", "Utils.results", "reset", "--results_path", path).stdout.count("deleted") == 3
+    assert os.listdir(tmp_path / "mine") == []
+
+
 @pytest.mark.parametrize("command", [["reset"], ["init", "--steps", "3"]])
 @pytest.mark.parametrize("path", ["", "thesis.docx", "out/"])
 def test_reset_and_init_take_only_csv_files(tmp_path, command, path):
