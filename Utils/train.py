@@ -1,12 +1,13 @@
 """One training run: what a script may change, the loop that all scripts share, stacking, and the command line."""
 
-import argparse
 import inspect
 import os
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from Utils import data, hardware, measure, results, scripts
+from Utils.arguments import Parser, path, positive, whole
 from Utils.console import Progress, report
 from Utils.errors import UserError
 from Utils.fingerprint import doubts, fingerprint
@@ -136,18 +137,16 @@ def known_peak(rows, row):
 
 def parse_arguments(script):
     """The settings of a run, from the command line of `script`, a module."""
-    parser = argparse.ArgumentParser(
-        description=script.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="`make help` lists the targets that run these scripts for you.",
+    parser = Parser(
+        description=script.__doc__, epilog="`make help` lists the targets that run these scripts for you."
     )
-    need = parser.add_argument_group("required")
-    need.add_argument("--steps", "--number_of_steps", type=positive, required=True, metavar="N", help="training steps")
-    need.add_argument("--batch_size", type=positive, required=True, metavar="B", help="sequences in a batch")
-    need.add_argument("--results_path", required=True, metavar="FILE", help="the results.csv to add this run to")
+    required = partial(parser.add_argument_group("required").add_argument, required=True)
+    required("--steps", "--number_of_steps", type=positive, metavar="N", help="training steps")
+    required("--batch_size", type=positive, metavar="B", help="sequences in a batch")
+    required("--results_path", type=path, metavar="FILE", help="the results.csv to add this run to")
     optional = parser.add_argument
     optional("--model", choices=PRESETS, default="small", help="size of the GPT-2 (default: small)")
-    optional("--data", metavar="FILE", help="text to train on (default: Python's standard library)")
+    optional("--data", type=path, metavar="FILE", help="text to train on (default: Python's standard library)")
     optional("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run (default: auto)")
     optional("--seed", type=whole, default=0, help="fixes the initial weights and the batches (default: 0)")
     optional("--with", dest="others", nargs="+", default=[], metavar="SCRIPT",
@@ -155,14 +154,3 @@ def parse_arguments(script):
     optional("--rounds", type=positive, default=1, metavar="N", help="repetitions that are pooled (default: 1)")
     optional("--round", type=positive, default=1, metavar="K", help="which of them this is (default: 1)")
     return parser.parse_args()
-
-
-def whole(text, least=0):
-    """A whole number from `least` on, for argparse."""
-    if not (text.isascii() and text.isdigit() and least <= int(text) < 2**31):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
-    return int(text)
-
-
-def positive(text):
-    return whole(text, least=1)

@@ -1,0 +1,33 @@
+"""Command lines: complaints in one line, and the types of arguments."""
+
+import argparse
+import os
+
+from Utils.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose complaints are one line, as all errors here."""
+
+    def __init__(self, **settings):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
+
+    def error(self, message):
+        raise UserError(f"{message}; see --help")
+
+
+def whole(text, least=0):
+    """The type of an argument that is a whole number from `least` on."""
+    if not (text.isascii() and text.isdigit() and least <= int(text) < 2**31):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
+    return int(text)
+
+
+def positive(text):
+    """The type of an argument that counts something."""
+    return whole(text, least=1)
+
+
+def path(text):
+    """The type of an argument that names a file; ~ is the home folder."""
+    return os.path.normpath(os.path.expanduser(text))
