@@ -12,10 +12,10 @@ loss_comparison.png                       does the technique still learn the sam
 no GPU and no torch. What the numbers mean is said in summary.md and in Utils/summary.py.
 """
 
-import argparse
 import io
 import zlib
 
+from Utils.arguments import Parser, filename
 from Utils.results import BASELINE, PICTURES, beginning, locked, write
 from Utils.summary import CPU, as_text, cells, on_cpu, page, ratio, subject, summarize
 
@@ -42,8 +42,8 @@ COLUMNS = 600  # more steps than this are drawn as groups of steps
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description="Draw an experiment's results and summarize them in a table.")
-    parser.add_argument("--results_path", default="results.csv", help="the experiment's results.csv")
+    parser = Parser(description="Draw an experiment's results and summarize them in a table.")
+    parser.add_argument("--results_path", type=filename, default="results.csv", help="the experiment's results.csv")
     parser.add_argument("--prefix", help="what the names of the files begin with (default: as results.csv's does)")
     args = parser.parse_args(argv)
 

@@ -28,6 +28,8 @@ def positive(text):
     return whole(text, least=1)
 
 
-def path(text):
+def filename(text):
     """The type of an argument that names a file; ~ is the home folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty")
     return os.path.normpath(os.path.expanduser(text))

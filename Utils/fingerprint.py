@@ -86,7 +86,7 @@ def optimizer_state(optimizer):
 
 
 ATTENTION = re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE)
-NO_KERNEL = ("Memcpy", "Memset", "Optimizer.")  # copies, and the optimizer's annotation of its own step
+NO_KERNEL = ("Memcpy", "Memset")
 LAUNCH = re.compile(r"cu(da)?LaunchKernel")
 
 
@@ -95,11 +95,12 @@ def kernels(steps):
 
     The profiler slows Python down, not the kernels, so their time may be compared with that of unprofiled steps.
     """
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
         n = sum(1 for _ in steps)
     events = profiler.events()
     on_cpu = [e for e in events if e.device_type == DeviceType.CPU]
-    on_gpu = [e for e in events if e.device_type == DeviceType.CUDA and not e.name.startswith(NO_KERNEL)]
+    on_gpu = [e for e in events if e.device_type == DeviceType.CUDA and not e.name.startswith(NO_KERNEL)
+              and not e.is_user_annotation]
     optimizer = [e.time_range for e in on_cpu if e.name.startswith("Optimizer.step")]
     launches = [e.time_range.start for e in on_cpu if LAUNCH.match(e.name)]
     replays = sum(e.name.startswith("cudaGraphLaunch") for e in on_cpu)

@@ -11,7 +11,6 @@ Everything here handles text. A number that is parsed and printed again may come
 of earlier runs have to survive a merge bit for bit.
 """
 
-import argparse
 import contextlib
 import csv
 import fcntl
@@ -22,6 +21,7 @@ import re
 import tempfile
 from pathlib import Path
 
+from Utils.arguments import Parser, filename, positive
 from Utils.errors import UserError
 
 BASELINE = "no_optimization"
@@ -338,23 +338,21 @@ def _as_csv(table):
 
 def main(argv=None):
     """python -m Utils.results {init,reset,clean} ...: what the Makefile's init_results, reset and clean call."""
-    parser = argparse.ArgumentParser(description="Make or delete the files of an experiment.")
+    parser = Parser(description="Make or delete the files of an experiment.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, words in {"init": "write a results.csv that holds only steps", "reset": "delete one experiment's files",
                         "clean": "delete the files of every experiment under a prefix"}.items():
         command = commands.add_parser(name, help=words, description=words)
         if name == "clean":
-            command.add_argument("--prefix", required=True, help="the folder that holds the experiments' folders")
+            command.add_argument("--prefix", type=filename, required=True, help="the folder with the experiments in it")
         else:
-            command.add_argument("--results_path", required=True, help="the experiment's results.csv")
+            command.add_argument("--results_path", type=filename, required=True, help="the experiment's results.csv")
         if name == "init":
-            command.add_argument("--steps", type=int, required=True, help="number of steps")
+            command.add_argument("--steps", type=positive, required=True, help="number of steps")
     args = parser.parse_args(argv)
     if args.command != "clean" and not args.results_path.endswith(".csv"):
         raise UserError(f"--results_path '{args.results_path}' does not end in .csv: name the experiment's results.csv")
     if args.command == "init":
-        if args.steps < 1:
-            raise UserError(f"--steps {args.steps}: give a positive whole number")
         made = init(args.results_path, args.steps)
         print(f"{args.results_path}: {'ready' if made else 'exists already and is left alone'}")
     else:

@@ -1,13 +1,15 @@
 """One training run: what a script may change, the loop that all scripts share, stacking, and the command line."""
 
 import inspect
+import logging
 import os
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 from Utils import data, hardware, measure, results, scripts
-from Utils.arguments import Parser, path, positive, whole
+from Utils.advice import advice
+from Utils.arguments import Parser, filename, positive, whole
 from Utils.console import Progress, report
 from Utils.errors import UserError
 from Utils.fingerprint import doubts, fingerprint
@@ -15,6 +17,7 @@ from Utils.model import GPT2, PRESETS
 
 import torch
 
+logging.basicConfig(level=logging.ERROR)  # what libraries log below that is advice to others than our users
 LEARNING_RATE = 3e-4
 PROFILED_STEPS = 3
 # Beside the code, so that graphs are compiled once on a machine; an experiment's first step tells cold from warm.
@@ -77,11 +80,6 @@ def main(optimize, label):
     device = hardware.choose_device(args.device)
     config = PRESETS[args.model]
     text = data.load(config.vocab_size, args.data, need=config.block_size + 1)
-
-    def batch(step):
-        x, y = data.batch(text.tokens, step, args.batch_size, config.block_size, args.seed)
-        return (x.pin_memory(), y.pin_memory()) if device.type == "cuda" else (x, y)
-
     row = {
         "label": label,
         "scripts": " ".join(names),
@@ -103,30 +101,57 @@ def main(optimize, label):
     earlier = results.read_runs(args.results_path)
     if device.type == "cpu" and not earlier:
         print("No GPU in use: the timings are of this CPU and say nothing about a GPU.")
-    row["started"] = datetime.now(UTC).isoformat(timespec="seconds")
 
-    run = Run(GPT2(config, seed=args.seed), batch, device)
-    row["parameters"] = run.model.n_parameters
-    stack(run, modules)
+    def prepare(batch_size):
+        def batch(step):
+            x, y = data.batch(text.tokens, step, batch_size, config.block_size, args.seed)
+            return (x.pin_memory(), y.pin_memory()) if device.type == "cuda" else (x, y)
 
-    milliseconds, losses = [], []
-    with Progress(label, args.steps) as progress:
-        for elapsed, loss in train(run, range(args.steps)):
-            milliseconds.append(elapsed)
-            losses.append(loss)
-            progress.update(elapsed, loss)
+        return Run(GPT2(config, seed=args.seed), batch, device)
 
-    row |= measure.timing(milliseconds, losses, tokens=args.batch_size * config.block_size)
-    row |= measure.peak_memory(device) | hardware.nvml(device)
-    row |= fingerprint(run, train(run, range(args.steps, args.steps + PROFILED_STEPS)))
-    peak = known_peak(earlier, row) or hardware.peak_tflops(device)
-    row |= measure.utilization(config, run.model.n_parameters, row, peak)
+    def peak(batch_size):
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        for _ in train(prepare(batch_size), range(2)):
+            pass
+        return torch.cuda.max_memory_allocated(device) - before
+
+    try:
+        run = prepare(args.batch_size)
+        stack(run, modules)
+        milliseconds, losses, seen = measured(run, label, args.steps)
+    except Exception as error:
+        run = None
+        raise (advice(error, label, args.batch_size, device, peak) or error) from None
+    row |= seen
+    peak_tflops = known_peak(earlier, row) or hardware.peak_tflops(device)
+    row |= measure.utilization(config, run.model.n_parameters, row, peak_tflops)
     warnings = doubts(run, row)
     row["warnings"] = "; ".join(warnings)
     results.record(args.results_path, milliseconds, losses, row, args.round - 1, args.rounds)
     for warning in warnings:
         print(f"{label}: warning: {warning}")
     print(report(row, earlier))
+
+
+def measured(run, label, steps):
+    """Train `steps` steps, then look at a few more. Returns their milliseconds, their losses and a row of findings."""
+    milliseconds, losses = [], []
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    with Progress(label, steps) as progress:
+        for elapsed, loss in train(run, range(steps)):
+            milliseconds.append(elapsed)
+            losses.append(loss)
+            progress.update(elapsed, loss)
+    x, _ = run.batch(0)
+    return milliseconds, losses, {
+        "started": started,
+        "parameters": run.model.n_parameters,
+        **measure.timing(milliseconds, losses, tokens=x.numel()),
+        **measure.peak_memory(run.device),
+        **hardware.nvml(run.device),
+        **fingerprint(run, train(run, range(steps, steps + PROFILED_STEPS))),
+    }
 
 
 def known_peak(rows, row):
@@ -143,10 +168,10 @@ def parse_arguments(script):
     required = partial(parser.add_argument_group("required").add_argument, required=True)
     required("--steps", "--number_of_steps", type=positive, metavar="N", help="training steps")
     required("--batch_size", type=positive, metavar="B", help="sequences in a batch")
-    required("--results_path", type=path, metavar="FILE", help="the results.csv to add this run to")
+    required("--results_path", type=filename, metavar="FILE", help="the results.csv to add this run to")
     optional = parser.add_argument
     optional("--model", choices=PRESETS, default="small", help="size of the GPT-2 (default: small)")
-    optional("--data", type=path, metavar="FILE", help="text to train on (default: Python's standard library)")
+    optional("--data", type=filename, metavar="FILE", help="text to train on (default: Python's standard library)")
     optional("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run (default: auto)")
     optional("--seed", type=whole, default=0, help="fixes the initial weights and the batches (default: 0)")
     optional("--with", dest="others", nargs="+", default=[], metavar="SCRIPT",
