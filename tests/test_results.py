@@ -527,7 +527,7 @@ def test_an_empty_prefix_is_not_this_folder(tmp_path, prefix):
     done = run("-c", f"import os; from Utils.results import main; os.chdir({str(tmp_path)!r}); "
                f"main(['clean', '--prefix', {prefix!r}])")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert "--prefix is empty" in done.stderr
+    assert "--prefix" in done.stderr and "empty" in done.stderr
     assert all(os.path.isfile(name) for name in kept)
 
 
