@@ -108,16 +108,17 @@ def test_every_script_has_the_same_columns(tokens):
 # Kernels, as PyTorch's profiler lists them (here made up: two steps of a run)
 
 
-def event(device, name, start, end):
-    return SimpleNamespace(device_type=device, name=name, time_range=SimpleNamespace(start=start, end=end))
+def event(device, name, start, end, annotation=False):
+    return SimpleNamespace(device_type=device, name=name, time_range=SimpleNamespace(start=start, end=end),
+                           is_user_annotation=annotation)
 
 
 def on_cpu(name, start, end):
     return event(DeviceType.CPU, name, start, end)
 
 
-def on_gpu(name, start, end):
-    return event(DeviceType.CUDA, name, start, end)
+def on_gpu(name, start, end, annotation=False):
+    return event(DeviceType.CUDA, name, start, end, annotation)
 
 
 @pytest.fixture
@@ -166,10 +167,17 @@ def test_launches_count_for_the_optimizer_only_inside_its_step(profiled):
     seen = profiled(on_cpu("Optimizer.step#AdamW.step", 100, 200), on_cpu("cudaLaunchKernel", 50, 51),
                     on_cpu("cudaLaunchKernel", 120, 121), on_cpu("cudaLaunchKernel", 130, 131),
                     on_cpu("cuLaunchKernel", 140, 141), on_cpu("cudaMemcpyAsync", 150, 151),
-                    on_cpu("cudaLaunchKernel", 250, 251), on_gpu("Optimizer.step#AdamW.step", 100, 900))
+                    on_cpu("cudaLaunchKernel", 250, 251))
     assert seen["optimizer_kernels"] == 1.5
-    assert seen["kernels_per_step"] == 0  # the annotation is none
-    assert seen["busy_ms"] == 0
+
+
+def test_names_that_pytorch_gives_to_stretches_of_time_are_no_kernels(profiled):
+    seen = profiled(on_gpu("Optimizer.step#AdamW.step", 0, 9000, annotation=True), on_gpu("triton_poi_fused_0", 10, 20),
+                    on_gpu("Torch-Compiled Region: 0/0", 0, 9000, annotation=True),
+                    on_gpu("flash attention, annotated", 0, 9000, annotation=True))
+    assert seen["kernels_per_step"] == 0.5
+    assert seen["busy_ms"] == pytest.approx(10 / 1000 / 2)
+    assert seen["attention_kernel"] == "written out"
 
 
 def test_replayed_graphs_are_counted_a_step(profiled):

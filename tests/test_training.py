@@ -142,6 +142,7 @@ def test_the_order_of_a_stack_changes_nothing(a_run):
     assert len(set(map(tuple, parts))) == 3  # autocast and the other attention do something
 
 
+@pytest.mark.slow  # with an empty cache; it compiles twice
 def test_compiling_before_or_after_the_others_changes_nothing(a_run):
     names = ("torch_compile", "brainFloat16", "flash_attention")
     assert losses_of(a_run(*names), range(3)) == losses_of(a_run(*reversed(names)), range(3))
