@@ -13,7 +13,7 @@ flash         = flash_attention.py  ## attention without the T x T matrix in mem
 fused         = fused_optimizer.py  ## AdamW in a few kernels instead of many
 8bit          = 8-bit_optimizer.py  ## AdamW's moments in 8 bits (bitsandbytes)
 combined      = fused_optimizer.py --with brainFloat16 torch_compile flash_attention  ## BF16+TC+FA+FuOp, the headline
-stack         = $(lastword $(WITH)) $(if $(word 2,$(WITH)),--with $(filter-out $(lastword $(WITH)),$(WITH)))  ## any of them, in the order of WITH="script script ..."
+stack         = $(lastword $(WITH)) $(if $(word 2,$(WITH)),--with $(wordlist 2,$(words $(WITH)),last $(WITH)))  ## any of them, in the order of WITH="script script ..."
 
 EVERY     := baseline tf32 bf16 torch_compile flash fused 8bit combined
 TRAINING  := $(EVERY) stack ladder all
@@ -87,26 +87,34 @@ ANY_PYTHON = "$$(command -v "$$PYTHON" || echo python3)"  # for what needs no pa
 	.venv/bin/python -m pip install --disable-pip-version-check -r tests/requirements.txt
 	touch $@
 
-$(EVERY) stack: ready
-	@$(foreach round,$(ROUND_NUMBERS),"$$PYTHON" $($@) $(OPTIONS) --round $(round)$(newline))
-
-# A technique that this machine cannot run (status 77) is no failure; whatever happens to one, the others get their turn.
+# Whoever stops make stops the training: a shell that waits for a child hears no signal before the child has ended.
 define newline
 
 
 endef
-define try_each
-@log=$$(mktemp)
+define runs
+@trap 'kill $$!; exit 130' INT
+trap 'kill $$!; exit 143' TERM
+run() { "$$PYTHON" "$$@" $(OPTIONS) & wait $$!; }
+endef
+
+$(EVERY) stack: ready
+	$(runs)
+	$(foreach round,$(ROUND_NUMBERS),run $($@) --round $(round)$(newline))
+
+# A technique that this machine cannot run (status 77) is no failure; whatever happens to one, the others get their turn.
+define tries
+$(runs)
+log=$$(mktemp)
 missing= failed=0
 trap 'rm -f "$$log"' EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
 try() {
-    status=0
-    "$$PYTHON" "$$@" $(OPTIONS) 2>"$$log" || status=$$?
+    name=$$1 status=0
+    shift
+    run "$$@" 2>"$$log" || status=$$?
     cat "$$log" >&2
-    test $$status -lt 128 || exit $$status
-    test $$status -eq 0 || missing="$$missing$$(tail -n 1 "$$log")$(newline)"
+    reason=$$(tail -n 1 "$$log")
+    test $$status -eq 0 || missing="$$missing$$name: $${reason:-ended with status $$status}$(newline)"
     test $$status -eq 0 || test $$status -eq 77 || failed=1
 }
 endef
@@ -114,19 +122,20 @@ reverse = $(if $1,$(call reverse,$(wordlist 2,$(words $1),$1)) $(firstword $1))
 odd     = $(filter %1 %3 %5 %7 %9,$1)
 
 all: ready  ## the seven, combined, and the plots; with ROUNDS=3 three times, in alternating order
-	$(try_each)
+	$(tries)
 	$(foreach round,$(ROUND_NUMBERS),$(foreach name,$(if $(call odd,$(round)),$(EVERY),$(call reverse,$(EVERY))),\
-	try $($(name)) --round $(round)$(newline)))
+	try $(name) $($(name)) --round $(round)$(newline)))
 	"$$PYTHON" plots.py --results_path "$$RESULTS_PATH" || failed=1
 	test -z "$$missing" || printf '\nnot measured:\n%s' "$$missing" >&2
 	exit $$failed
 
 ladder: ready  ## BF16, then +TC, then +FA, then +FuOp or +8bOp
-	@"$$PYTHON" brainFloat16.py $(OPTIONS)
-	"$$PYTHON" torch_compile.py --with brainFloat16 $(OPTIONS)
-	"$$PYTHON" flash_attention.py --with brainFloat16 torch_compile $(OPTIONS)
-	"$$PYTHON" fused_optimizer.py --with brainFloat16 torch_compile flash_attention $(OPTIONS)
-	"$$PYTHON" 8-bit_optimizer.py --with brainFloat16 torch_compile flash_attention $(OPTIONS)
+	$(runs)
+	run brainFloat16.py
+	run torch_compile.py --with brainFloat16
+	run flash_attention.py --with brainFloat16 torch_compile
+	run fused_optimizer.py --with brainFloat16 torch_compile flash_attention
+	run 8-bit_optimizer.py --with brainFloat16 torch_compile flash_attention
 
 plots: ready  ## the table, summary.md and the pictures, from what has been measured
 	@"$$PYTHON" plots.py --results_path "$$RESULTS_PATH"
