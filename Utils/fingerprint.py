@@ -91,8 +91,9 @@ LAUNCH = re.compile(r"cu(da)?LaunchKernel")
 
 
 def kernels(steps):
-    """Profile `steps`; count their kernels (per step), and the time (ms per step) in which at least one was running.
+    """Profile `steps`; count their kernels and launches, and the time (ms) in which a kernel ran, all per step.
 
+    Python launches a kernel, or with one launch a whole CUDA graph of them.
     The profiler slows Python down, not the kernels, so their time may be compared with that of unprofiled steps.
     """
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
@@ -107,6 +108,7 @@ def kernels(steps):
     names = {_short(e.name) for e in on_gpu if ATTENTION.search(e.name)}
     return {
         "kernels_per_step": len(on_gpu) / n,
+        "launches_per_step": (len(launches) + replays) / n,
         "cuda_graphs": replays / n,
         "attention_kernel": " ".join(sorted(names)) or "written out",
         "optimizer_kernels": sum(r.start <= t <= r.end for r in optimizer for t in launches) / n,

@@ -3,6 +3,7 @@
 import inspect
 import logging
 import os
+import warnings
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,9 @@ from Utils.model import GPT2, PRESETS
 
 import torch
 
-logging.basicConfig(level=logging.ERROR)  # what libraries log below that is advice to others than our users
+# What libraries say below an error is advice to others than our users.
+logging.basicConfig(level=logging.ERROR)
+warnings.filterwarnings("ignore", category=UserWarning, module="torch._inductor")
 LEARNING_RATE = 3e-4
 PROFILED_STEPS = 3
 # Beside the code, so that graphs are compiled once on a machine; an experiment's first step tells cold from warm.
@@ -39,17 +42,21 @@ class Run:
         self.forward = self.model.forward  # (x, y) -> loss
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate)
 
+    def fetch(self, step):
+        """The batch of `step`, (B, T) each, on its way to the device."""
+        return [ids.to(self.device, non_blocking=True) for ids in self.batch(step)]
+
 
 def train(run, steps):
     """Yield the milliseconds and the loss of each of `steps`, a range of step numbers."""
+    x, y = run.fetch(steps.start)
     for step in steps:
-        batch = run.batch(step)
         with measure.clock(run.device) as elapsed:
-            x, y = (ids.to(run.device, non_blocking=True) for ids in batch)      # (B, T) each
             loss = run.forward(x, y)                                             # ()
             loss.backward()
             run.optimizer.step()
             run.optimizer.zero_grad(set_to_none=True)
+            x, y = run.fetch(step + 1)                                           # travels while the GPU computes
         yield elapsed.milliseconds, loss.item()
 
 
@@ -126,11 +133,11 @@ def main(optimize, label):
     row |= seen
     peak_tflops = known_peak(earlier, row) or hardware.peak_tflops(device)
     row |= measure.utilization(config, run.model.n_parameters, row, peak_tflops)
-    warnings = doubts(run, row)
-    row["warnings"] = "; ".join(warnings)
+    doubted = doubts(run, row)
+    row["warnings"] = "; ".join(doubted)
     results.record(args.results_path, milliseconds, losses, row, args.round - 1, args.rounds)
-    for warning in warnings:
-        print(f"{label}: warning: {warning}")
+    for doubt in doubted:
+        print(f"{label}: warning: {doubt}")
     print(report(row, earlier))
 
 
