@@ -114,8 +114,8 @@ def test_a_run_ends_well_and_fills_its_row(label, experiment):
     done, row = experiment.run(label), experiment.row(label)
     assert "Traceback" not in done.stderr
     assert row["device"] == "cuda" and row["valid"] == "True"
-    for name in ("kernels_per_step", "launches_per_step", "busy_ms", "gpu_busy_percent", "model_tflops", "mfu", "peak_tflops",
-                 "peak_allocated_mib", "peak_reserved_mib", "optimizer_kernels", "attention_kernel"):
+    for name in ("kernels_per_step", "launches_per_step", "busy_ms", "gpu_busy_percent", "model_tflops", "mfu",
+                 "peak_tflops", "peak_allocated_mib", "peak_reserved_mib", "optimizer_kernels", "attention_kernel"):
         assert row[name], name
     assert 0 < float(row["mfu"]) < 1
     assert 0 < float(row["gpu_busy_percent"]) <= 100
