@@ -440,7 +440,7 @@ def test_a_run_that_is_stopped_ends_at_once_and_changes_no_file(number, words, l
 
 
 def test_a_run_that_is_killed_at_any_moment_leaves_whole_tables(long_experiment, tmp_path):
-    moments = [(0, 2.0), (4, 0.05), (12, 0.4), (12, 1.5)]  # lines that it has said, the 12th when it has trained; seconds
+    moments = [(0, 2.0), (4, 0.05), (12, 0.4), (12, 1.5)]  # lines that it has said, 12 when trained; seconds
     for number, (lines, most) in enumerate(moments):
         folder = tmp_path / str(number) / FOLDER
         shutil.copytree(long_experiment, folder)

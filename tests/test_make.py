@@ -548,7 +548,8 @@ def read(path):
 
 
 def make_for_real(*arguments):
-    return subprocess.run([MAKE, "-C", ROOT, *arguments, f"PYTHON={sys.executable}"], env=environment(),
+    return subprocess.run([MAKE, "-C", ROOT, *arguments, f"PYTHON={sys.executable}"],
+                          env=environment(OMP_NUM_THREADS="1"),  # several threads wait long on a busy machine
                           capture_output=True, text=True, timeout=500)
 
 
