@@ -16,10 +16,10 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see --help")
 
 
-def whole(text, least=0):
-    """The type of an argument that is a whole number from `least` on."""
-    if not (text.isascii() and text.isdigit() and least <= int(text) < 2**31):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
+def whole(text, least=0, most=2**31 - 1):
+    """The type of an argument that is a whole number from `least` to `most`."""
+    if not (text.isascii() and text.isdigit() and least <= int(text) <= most):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
     return int(text)
 
 

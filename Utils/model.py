@@ -122,7 +122,7 @@ class GPT2(nn.Module):
         logits = self.lm_head(self.transformer.ln_f(h))                          # (B, T, V)
         if y is None:
             return logits
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), y.view(-1))    # ()
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten())                # ()
 
     @property
     def n_parameters(self):

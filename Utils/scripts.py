@@ -31,4 +31,6 @@ def load(name):
         spec.loader.exec_module(module)
     except ImportError as error:
         raise CannotRunHere(f"{name} needs {error.name or error}: pip install -r requirements.txt") from error
+    except (OSError, RuntimeError) as error:  # a package that is there and does not work with this machine's libraries
+        raise CannotRunHere(f"{name} cannot be loaded here: {error}") from error
     return module

@@ -82,6 +82,8 @@ def main(optimize, label):
     names = [Path(module.__file__).stem for module in modules]
     if len(set(names)) < len(names):
         raise UserError(f"a script is named twice in {' '.join(names)}: name each once")
+    if len(names) > 1 and results.BASELINE in names:
+        raise UserError(f"{results.BASELINE} changes nothing, so it is part of no stack: leave it out")
     label = "+".join(module.LABEL for module in modules)
 
     device = hardware.choose_device(args.device)
@@ -185,4 +187,7 @@ def parse_arguments(script):
              help="scripts whose optimization is applied first, for instance brainFloat16 torch_compile")
     optional("--rounds", type=positive, default=1, metavar="N", help="repetitions that are pooled (default: 1)")
     optional("--round", type=positive, default=1, metavar="K", help="which of them this is (default: 1)")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.round > args.rounds:
+        parser.error(f"--round {args.round} of --rounds {args.rounds}: there is no such round")
+    return args
