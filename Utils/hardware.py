@@ -1,5 +1,6 @@
 """The machine a run is made on: which device, what it is called, how it feels, how fast it can multiply."""
 
+import os
 import platform
 import time
 from importlib import metadata
@@ -7,6 +8,8 @@ from importlib import metadata
 from Utils.errors import UserError
 
 import torch
+
+NVIDIA_DRIVER = "/proc/driver/nvidia/version"
 
 
 def choose_device(name="auto"):
@@ -20,6 +23,17 @@ def choose_device(name="auto"):
                             f"pip install --force-reinstall -r requirements.txt, {cpu}")
         raise UserError(f"torch finds no usable NVIDIA GPU: see whether nvidia-smi works, {cpu}")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def notice(device):
+    """What a person should know about timings on this device, in one line; None for a GPU."""
+    if device.type != "cpu":
+        return None
+    line = "No GPU in use: the timings are of this CPU and say nothing about a GPU."
+    if torch.version.cuda is None and os.path.exists(NVIDIA_DRIVER):
+        line += (f" This machine has an NVIDIA driver, but torch {torch.__version__} is built for CPUs only: for the "
+                 "other build, pip install --force-reinstall -r requirements.txt")
+    return line
 
 
 def describe(device):

@@ -108,8 +108,8 @@ def main(optimize, label):
     }
     results.check(args.results_path, row)
     earlier = results.read_runs(args.results_path)
-    if device.type == "cpu" and not earlier:
-        print("No GPU in use: the timings are of this CPU and say nothing about a GPU.")
+    if not earlier and (notice := hardware.notice(device)):
+        print(notice)
 
     def prepare(batch_size):
         def batch(step):
