@@ -134,7 +134,7 @@ ladder: ready  ## BF16, then +TC, then +FA, then +FuOp or +8bOp
 	run brainFloat16.py
 	run torch_compile.py --with brainFloat16
 	run flash_attention.py --with brainFloat16 torch_compile
-	run fused_optimizer.py --with brainFloat16 torch_compile flash_attention
+	run $(combined)
 	run 8-bit_optimizer.py --with brainFloat16 torch_compile flash_attention
 
 plots: ready  ## the table, summary.md and the pictures, from what has been measured

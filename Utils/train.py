@@ -132,7 +132,7 @@ def main(optimize, label):
     except Exception as error:
         run = None
         raise (advice(error, label, args.batch_size, device, peak) or error) from None
-    row |= seen
+    row |= seen | measure.timing(milliseconds, losses, tokens=args.batch_size * config.block_size)
     peak_tflops = known_peak(earlier, row) or hardware.peak_tflops(device)
     row |= measure.utilization(config, run.model.n_parameters, row, peak_tflops)
     doubted = doubts(run, row)
@@ -152,11 +152,9 @@ def measured(run, label, steps):
             milliseconds.append(elapsed)
             losses.append(loss)
             progress.update(elapsed, loss)
-    x, _ = run.batch(0)
     return milliseconds, losses, {
         "started": started,
         "parameters": run.model.n_parameters,
-        **measure.timing(milliseconds, losses, tokens=x.numel()),
         **measure.peak_memory(run.device),
         **hardware.nvml(run.device),
         **fingerprint(run, train(run, range(steps, steps + PROFILED_STEPS))),
