@@ -85,15 +85,14 @@ def load(vocab_size, path=None, cache=CACHE, need=1):
 
 
 def batch(tokens, step, batch_size, block_size, seed, rank=0):
-    """Return x and y, (B, T) int64 each: random windows of `tokens`, and the same windows one token further on.
+    """Return x and y as one tensor, (2, B, T) int64: random windows of `tokens`, and the same one token further on.
 
     They depend on the tokens, the seed, the step and the rank alone, so every script trains on the same batches.
     """
     random = np.random.default_rng([seed, step, rank])
     starts = random.integers(len(tokens) - block_size, size=batch_size)  # (B,)
-    windows = tokens[starts[:, None] + np.arange(block_size + 1)]  # (B, T + 1)
-    windows = torch.from_numpy(windows.astype(np.int64))
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()  # (B, T), (B, T)
+    windows = starts[:, None] + np.arange(block_size)  # (B, T)
+    return torch.from_numpy(tokens[np.stack([windows, windows + 1])].astype(np.int64))  # (2, B, T)
 
 
 # The text

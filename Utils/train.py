@@ -31,7 +31,7 @@ class Run:
     """What a training run is made of. A script's `optimize(run)` replaces one of `forward`, `model.attention` and
     `optimizer`, or changes PyTorch's settings for the whole process.
 
-    `batch(step)` gives two (B, T) tensors of token ids in host memory: the input and what comes next.
+    `batch(step)` gives a (2, B, T) tensor of token ids in host memory: the input and what comes next.
     """
 
     def __init__(self, model, batch, device, learning_rate=LEARNING_RATE):
@@ -43,8 +43,11 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate)
 
     def fetch(self, step):
-        """The batch of `step`, (B, T) each, on its way to the device."""
-        return [ids.to(self.device, non_blocking=True) for ids in self.batch(step)]
+        """The batch of `step`, (2, B, T), on its way to the device."""
+        ids = self.batch(step)
+        if self.device.type == "cuda":
+            ids = ids.pin_memory()  # from ordinary memory Python would wait until the copy has been made
+        return ids.to(self.device, non_blocking=True)
 
 
 def train(run, steps):
@@ -113,17 +116,13 @@ def main(optimize, label):
 
     def prepare(batch_size):
         def batch(step):
-            x, y = data.batch(text.tokens, step, batch_size, config.block_size, args.seed)
-            return (x.pin_memory(), y.pin_memory()) if device.type == "cuda" else (x, y)
+            return data.batch(text.tokens, step, batch_size, config.block_size, args.seed)
 
         return Run(GPT2(config, seed=args.seed), batch, device)
 
-    def peak(batch_size):
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
+    def attempt(batch_size):
         for _ in train(prepare(batch_size), range(2)):
             pass
-        return torch.cuda.max_memory_allocated(device) - before
 
     try:
         run = prepare(args.batch_size)
@@ -131,7 +130,7 @@ def main(optimize, label):
         milliseconds, losses, seen = measured(run, label, args.steps)
     except Exception as error:
         run = None
-        raise (advice(error, label, args.batch_size, device, peak) or error) from None
+        raise (advice(error, label, args.batch_size, device, attempt) or error) from None
     row |= seen | measure.timing(milliseconds, losses, tokens=args.batch_size * config.block_size)
     peak_tflops = known_peak(earlier, row) or hardware.peak_tflops(device)
     row |= measure.utilization(config, run.model.n_parameters, row, peak_tflops)

@@ -63,8 +63,7 @@ def main():
     tokens = data.load(config.vocab_size).tokens
 
     def batch(step):
-        x, y = data.batch(tokens, step, args.batch_size, config.block_size, seed=0)
-        return (x.pin_memory(), y.pin_memory()) if device.type == "cuda" else (x, y)
+        return data.batch(tokens, step, args.batch_size, config.block_size, seed=0)
 
     run = Run(GPT2(config), batch, device)
     stack(run, map(scripts.load, COMBINED))

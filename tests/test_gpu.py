@@ -94,7 +94,7 @@ def a_run(tokens):
 
     def build(*names, batch_size=256):
         def batch(step):
-            return tuple(ids.pin_memory() for ids in data.batch(tokens, step, batch_size, config.block_size, seed=0))
+            return data.batch(tokens, step, batch_size, config.block_size, seed=0)
 
         run = Run(GPT2(config), batch, device)
         for name in names:
