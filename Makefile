@@ -34,13 +34,14 @@ MAKEFLAGS += --no-print-directory
 #: DEVICE=auto      or cuda, cpu
 #: SEED=0           fixes the initial weights and the batches
 #: ROUNDS=1         3 measures everything three times, in alternating order, and pools it
+#: GPUS=1           4 trains on four GPUs at once, started by torchrun; BATCH_SIZE is what each of them gets
 #: PYTHON=          an interpreter that has what requirements.txt names, instead of one in .venv made for you
 #
 # A setting counts only if it stands on make's command line. Recipes find it, untouched by make, in their environment.
-SETTINGS := STEPS BATCH_SIZE PREFIX MODEL DATA DEVICE SEED ROUNDS WITH PYTHON
+SETTINGS := STEPS BATCH_SIZE PREFIX MODEL DATA DEVICE SEED ROUNDS GPUS WITH PYTHON
 given     = $(if $(filter command,$(firstword $(origin $1))),$(value $1))
 $(foreach name,$(SETTINGS),$(eval override $(name) := $$(call given,$(name))))
-$(foreach name,STEPS BATCH_SIZE MODEL DEVICE SEED ROUNDS WITH,$(eval override $(name) := $$(strip $$($(name)))))
+$(foreach name,STEPS BATCH_SIZE MODEL DEVICE SEED ROUNDS GPUS WITH,$(eval override $(name) := $$(strip $$($(name)))))
 export $(SETTINGS) RESULTS_PATH
 
 EXAMPLE  := for example: make all STEPS=150 BATCH_SIZE=256 PREFIX=./out
@@ -49,7 +50,7 @@ number    = $(if $(filter 0%,$($1))$(subst 0,,$(call digitless,$($1))),$(error $
 
 ifneq ($(filter $(NEEDY),$(MAKECMDGOALS)),)
 $(foreach name,STEPS BATCH_SIZE PREFIX,$(if $($(name)),,$(error $(name) is missing; $(EXAMPLE))))
-$(foreach name,STEPS BATCH_SIZE ROUNDS,$(call number,$(name)))
+$(foreach name,STEPS BATCH_SIZE ROUNDS GPUS,$(call number,$(name)))
 endif
 
 ifneq ($(filter stack,$(MAKECMDGOALS)),)
@@ -60,8 +61,10 @@ $(foreach name,$(WITH),$(if $(filter $(name),$(SCRIPTS)),,$(error there is no sc
 endif
 
 BEGINNING    := $(BATCH_SIZE)B_$(STEPS)N_
-RESULTS_PATH := $(PREFIX)/$(addsuffix _,$(filter-out small,$(MODEL)))$(BEGINNING)experiment/$(BEGINNING)results.csv
+KIND         := $(addsuffix gpu_,$(filter-out 1,$(GPUS)))$(addsuffix _,$(filter-out small,$(MODEL)))
+RESULTS_PATH := $(PREFIX)/$(KIND)$(BEGINNING)experiment/$(BEGINNING)results.csv
 ROUND_NUMBERS = $(shell seq $(or $(ROUNDS),1))
+LAUNCH        = $(if $(GPUS),-m Utils.launch --standalone --nproc-per-node="$$GPUS")
 OPTIONS       = --steps "$$STEPS" --batch_size "$$BATCH_SIZE" --results_path "$$RESULTS_PATH" \
                 $(if $(MODEL),--model "$$MODEL") $(if $(DATA),--data "$$DATA") $(if $(DEVICE),--device "$$DEVICE") \
                 $(if $(SEED),--seed "$$SEED") $(if $(ROUNDS),--rounds "$$ROUNDS")
@@ -95,7 +98,7 @@ endef
 define runs
 @trap 'kill $$!; exit 130' INT
 trap 'kill $$!; exit 143' TERM
-run() { "$$PYTHON" "$$@" $(OPTIONS) & wait $$!; }
+run() { "$$PYTHON" $(LAUNCH) "$$@" $(OPTIONS) & wait $$!; }
 endef
 
 $(EVERY) stack: ready

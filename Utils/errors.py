@@ -3,7 +3,9 @@
 Importing this module teaches the interpreter to end so. What nobody foresaw keeps its traceback: that is our bug.
 """
 
+import os
 import sys
+import time
 
 
 class UserError(Exception):
@@ -22,6 +24,10 @@ PACKAGES = ("torch", "numpy", "pandas", "matplotlib", "tiktoken", "bitsandbytes"
 
 
 def _end(kind, error, traceback):
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["RANK"] != "0":  # one of several that torchrun started
+        if kind is KeyboardInterrupt:
+            return
+        time.sleep(3)  # where all fail alike, torchrun ends the others meanwhile, and only the first one speaks
     if kind is KeyboardInterrupt:
         _say("interrupted; earlier results are as they were")
     elif issubclass(kind, UserError):

@@ -12,8 +12,11 @@ import torch
 NVIDIA_DRIVER = "/proc/driver/nvidia/version"
 
 
-def choose_device(name="auto"):
-    """torch.device for "auto" (a GPU where there is one), "cuda" or "cpu". Raises UserError where there is no GPU."""
+def choose_device(name="auto", index=0, needed=1):
+    """torch.device for "auto" (a GPU where there is one), "cuda" or "cpu"; of `needed` GPUs the one at `index`.
+
+    Raises UserError where there is no GPU, or not as many.
+    """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -22,7 +25,11 @@ def choose_device(name="auto"):
             raise UserError(f"torch {torch.__version__} is built for CPUs only: install the build for GPUs with "
                             f"pip install --force-reinstall -r requirements.txt, {cpu}")
         raise UserError(f"torch finds no usable NVIDIA GPU: see whether nvidia-smi works, {cpu}")
-    return torch.device("cuda", torch.cuda.current_device())
+    if needed > torch.cuda.device_count():
+        raise UserError(f"{needed} processes need a GPU each, torch finds {torch.cuda.device_count()}: ask for fewer "
+                        "(make: GPUS=...), or choose the CPU with --device cpu (make: DEVICE=cpu)")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def notice(device):

@@ -78,8 +78,8 @@ def utilization(config, n_parameters, row, peak_tflops):
     """How well a run used its GPU, from its row of runs.csv and the card's matrix peak. Empty on a CPU.
 
     `peak_tflops` is in TFLOP/s. `gpu_busy_percent` is the share of a step in which a kernel ran; `mfu`, the model FLOPs
-    utilization, the share of the peak that the model's own operations reached. The peak is of bfloat16 products, so
-    float32 runs stay far below 1.
+    utilization, the share of the peak (of all GPUs that trained) that the model's own operations reached. The peak is
+    of bfloat16 products, so float32 runs stay far below 1.
     """
     if not peak_tflops:
         return {}
@@ -88,5 +88,5 @@ def utilization(config, n_parameters, row, peak_tflops):
         "gpu_busy_percent": min(100.0, 100 * row["busy_ms"] / row["median_ms"]),
         "model_tflops": model_tflops,
         "peak_tflops": peak_tflops,
-        "mfu": model_tflops / peak_tflops,
+        "mfu": model_tflops / (peak_tflops * row.get("gpus", 1)),
     }

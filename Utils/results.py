@@ -30,12 +30,23 @@ TABLES = ("results.csv", "losses.csv", "runs.csv")
 PICTURES = ("mean_speedup_comparison.png", "optimization_performance_comparison.png", "performance_heatmap.png",
             "memory_comparison.png", "loss_comparison.png")
 FOLDER = re.compile(r"(?:.+_)?(\d+B_\d+N_)experiment")  # 256B_150N_experiment, gpt2_16B_30N_experiment, ...
+SEVERAL = re.compile(r"^\d+gpu_")  # in front of columns and folders of runs on several GPUs
 ADVICE = "`make reset` deletes what is there, another PREFIX keeps both"
 
 
 def warmup(steps):
     """How many of a run's first steps are kept in results.csv and left out of every statistic. The one definition."""
     return max(0, min(5, steps - 1))  # compilation, allocation, graph capture; at least one step is left to measure
+
+
+def column(technique, gpus=1):
+    """The name of a technique's column, `BF16`; trained on several GPUs, `4gpu_BF16`."""
+    return f"{gpus}gpu_{technique}" if gpus > 1 else technique
+
+
+def is_baseline(label):
+    """Whether the label is the baseline's, on however many GPUs."""
+    return SEVERAL.sub("", label, count=1) == BASELINE
 
 
 def beginning(results_path):
@@ -293,7 +304,7 @@ def _with_column(path, label, texts, round, rounds):
     if round == 0 or label not in table:
         table[label] = [""] * rows
     table[label][round * len(texts):(round + 1) * len(texts)] = texts
-    return {name: table[name] for name in sorted(table, key=lambda name: (name != "step", name != BASELINE))}
+    return {name: table[name] for name in sorted(table, key=lambda name: (name != "step", not is_baseline(name)))}
 
 
 def _with_row(rows, new):
@@ -304,7 +315,7 @@ def _with_row(rows, new):
         rows[same[0]] = new
     else:
         rows.append(new)
-    rows.sort(key=lambda row: row["label"] != BASELINE)  # stable: the others keep their places
+    rows.sort(key=lambda row: not is_baseline(row["label"]))  # stable: the others keep their places
     return {name: [row.get(name, "") for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
 

@@ -15,10 +15,12 @@ Drift     the median of a run's last third differs from its first third's by mor
 
 import dataclasses
 import math
+import os
 import zlib
+from pathlib import Path
 
 from Utils.errors import UserError
-from Utils.results import ADVICE, BASELINE, companion, parse, read_table, warmup
+from Utils.results import ADVICE, BASELINE, SEVERAL, companion, parse, read_table, warmup
 
 import numpy as np
 import pandas as pd
@@ -70,8 +72,9 @@ def summarize(results_path):
         losses = losses.reindex(milliseconds.index)
         losses = losses[[label for label in milliseconds if label in losses]]
         losses = losses if BASELINE in losses and losses[BASELINE].notna().any() else None
-    runs = pd.DataFrame(read_table(companion(results_path, "runs.csv"), notes), dtype=str)
-    runs = runs[runs["label"].isin(milliseconds.columns)] if "label" in runs else pd.DataFrame({"label": []}, dtype=str)
+    table = read_table(companion(results_path, "runs.csv"), notes)
+    runs = pd.DataFrame(table | {"label": _plain(table["label"])} if "label" in table else {"label": []}, dtype=str)
+    runs = runs[runs["label"].isin(milliseconds.columns)]
     if "valid" in runs:
         invalid |= set(runs["label"][runs["valid"].str.lower() == "false"])
 
@@ -94,6 +97,7 @@ def summarize(results_path):
         table[name] = _number(runs, name, "mean", table.index)
     for name in ("peak_allocated_mib", "peak_reserved_mib", "optimizer_state_mib"):
         table[name] = _number(runs, name, "max", table.index)
+    table["scaling"] = _scaling(results_path, table, runs, notes)
     table["verdict"] = [_verdict(label, row, invalid) for label, row in table.iterrows()]
     warnings = _instabilities(table, samples) + _complaints(runs, table)
     return Summary(table, milliseconds, slow, losses, runs, steps, rounds, warmup(steps), notes, warnings)
@@ -116,7 +120,7 @@ def _frame(path, notes, times=False):
     if len(whole) < len(steps) or steps.has_duplicates:
         raise UserError(f"{path}: the column 'step' does not count 0, 1, 2, ...: {ADVICE}")
     columns, invalid, unusable = {}, set(), []
-    for label, column in texts.items():
+    for label, column in zip(_plain(texts), texts.values(), strict=True):
         if times and label != BASELINE and (not label.strip() or label.startswith("Unnamed:") or _words(column)):
             unusable.append(label or "(no name)")
             continue
@@ -133,6 +137,35 @@ def _frame(path, notes, times=False):
     if unusable:
         notes.append(f"{path}: left out, because they hold no times: {', '.join(unusable)}.")
     return pd.DataFrame(columns, index=steps.astype(int)).sort_index(), invalid
+
+
+def _plain(labels):
+    """Labels without the number of GPUs in front, which all columns of an experiment share."""
+    labels = list(labels)
+    fronts = {match[0] if (match := SEVERAL.match(label)) else "" for label in labels}
+    return [label.removeprefix(*fronts) for label in labels] if len(fronts) == 1 else labels
+
+
+def _scaling(results_path, table, runs, notes):
+    """Scaling efficiency: a step on one GPU / a step on several, which train on as many times the tokens in it.
+
+    The experiment on one GPU is looked for in the folder beside this one.
+    """
+    path = Path(os.path.abspath(results_path))
+    single = path.parent.with_name(SEVERAL.sub("", path.parent.name, count=1)) / path.name
+    if single == path or not single.exists():
+        return math.nan
+    try:
+        one = summarize(single)
+    except UserError as error:
+        notes.append(f"No scaling efficiency: {error}")
+        return math.nan
+    different = [name for name in ("model", "batch_size", "block_size", "device_name", "torch", "data")
+                 if {*one.runs.get(name, ())} != {*runs.get(name, ())}]
+    if different:
+        notes.append(f"No scaling efficiency: {single.parent} differs in {', '.join(different)}.")
+        return math.nan
+    return one.table["mean_ms"].reindex(table.index) / table["mean_ms"]
 
 
 def _words(column):
@@ -301,6 +334,7 @@ COLUMNS = {
     "mean_ms": ("mean ms", _milliseconds),
     "median_ms": ("median ms", _milliseconds),
     "first_step_ms": ("first step", _duration),
+    "scaling": ("scaling", lambda value: f"{value:.1%}"),
     "tokens_per_second": ("tok/s", lambda value: f"{value:,.0f}"),
     "mfu": ("MFU", lambda value: f"{value:.1%}"),
     "gpu_busy_percent": ("GPU busy", lambda value: f"{value:.0f} %"),
@@ -383,8 +417,10 @@ HOW_TO_READ = """\
   that do the same may differ by 1 % as a whole (ROUNDS=3 shows it), so an interval that contains 1, or comes that close
   to it, reads "no measurable difference".
 - **mean, median**: milliseconds a step.
-- **tok/s**: tokens trained on in a second. **MFU**: share of the GPU's measured matrix throughput that the model's own
-  arithmetic uses. **GPU busy**: share of the time in which a kernel ran; low means that the GPU waits for Python.
+- **scaling**, where there are several GPUs: a step's time on one divided by its time on all of them; each has a batch
+  of its own, so 100 % means that n GPUs train on n times as many tokens in the same time.
+- **tok/s**: tokens trained on in a second, by all GPUs. **MFU**: share of their measured matrix throughput that the
+  model's own arithmetic uses. **GPU busy**: share of the time in which a kernel ran; low means waiting for Python.
 - **peak MiB**: most memory that tensors held at once; **reserved MiB**: what PyTorch took from the GPU for that;
   **optimizer MiB**: AdamW's moments, part of the peak.
 - **loss differs**: largest difference between a step's loss and the baseline's, from the same weights and batches.

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from Utils import data, hardware, measure, results, scripts
+from Utils import data, distributed, hardware, measure, results, scripts
 from Utils.advice import advice
 from Utils.arguments import Parser, filename, positive, whole
 from Utils.console import Progress, report
@@ -87,14 +87,19 @@ def main(optimize, label):
         raise UserError(f"a script is named twice in {' '.join(names)}: name each once")
     if len(names) > 1 and results.BASELINE in names:
         raise UserError(f"{results.BASELINE} changes nothing, so it is part of no stack: leave it out")
-    label = "+".join(module.LABEL for module in modules)
+    device = hardware.choose_device(args.device, distributed.LOCAL_RANK, distributed.LOCAL_SIZE)
+    with distributed.group(device):
+        experiment(args, modules, device)
 
-    device = hardware.choose_device(args.device)
+
+def experiment(args, modules, device):
+    """Train once with what `modules` change, and add what was measured to the results."""
     config = PRESETS[args.model]
-    text = data.load(config.vocab_size, args.data, need=config.block_size + 1)
+    label = results.column("+".join(module.LABEL for module in modules), distributed.SIZE)
+    text = distributed.from_first(lambda: data.load(config.vocab_size, args.data, need=config.block_size + 1))
     row = {
         "label": label,
-        "scripts": " ".join(names),
+        "scripts": " ".join(Path(module.__file__).stem for module in modules),
         "model": args.model,
         "batch_size": args.batch_size,
         "steps": args.steps,
@@ -107,16 +112,21 @@ def main(optimize, label):
         "block_size": config.block_size,
         "vocab_size": config.vocab_size,
         "learning_rate": LEARNING_RATE,
+        "gpus": distributed.SIZE,
         **hardware.describe(device),
     }
-    results.check(args.results_path, row)
-    earlier = results.read_runs(args.results_path)
+
+    def admitted():
+        results.check(args.results_path, row)
+        return results.read_runs(args.results_path)
+
+    earlier = distributed.from_first(admitted)
     if not earlier and (notice := hardware.notice(device)):
         print(notice)
 
     def prepare(batch_size):
         def batch(step):
-            return data.batch(text.tokens, step, batch_size, config.block_size, args.seed)
+            return data.batch(text.tokens, step, batch_size, config.block_size, args.seed, distributed.RANK)
 
         return Run(GPT2(config, seed=args.seed), batch, device)
 
@@ -127,11 +137,14 @@ def main(optimize, label):
     try:
         run = prepare(args.batch_size)
         stack(run, modules)
+        distributed.share(run)
         milliseconds, losses, seen = measured(run, label, args.steps)
     except Exception as error:
         run = None
         raise (advice(error, label, args.batch_size, device, attempt) or error) from None
-    row |= seen | measure.timing(milliseconds, losses, tokens=args.batch_size * config.block_size)
+    if distributed.RANK:
+        return
+    row |= seen | measure.timing(milliseconds, losses, distributed.SIZE * args.batch_size * config.block_size)
     peak_tflops = known_peak(earlier, row) or hardware.peak_tflops(device)
     row |= measure.utilization(config, run.model.n_parameters, row, peak_tflops)
     doubted = doubts(run, row)
@@ -143,7 +156,10 @@ def main(optimize, label):
 
 
 def measured(run, label, steps):
-    """Train `steps` steps, then look at a few more. Returns their milliseconds, their losses and a row of findings."""
+    """Train `steps` steps, then look at a few more. Returns their milliseconds, their losses and a row of findings.
+
+    Of several processes the slowest one's time counts, the mean of their losses, and most memory that one took.
+    """
     milliseconds, losses = [], []
     started = datetime.now(UTC).isoformat(timespec="seconds")
     with Progress(label, steps) as progress:
@@ -151,10 +167,11 @@ def measured(run, label, steps):
             milliseconds.append(elapsed)
             losses.append(loss)
             progress.update(elapsed, loss)
-    return milliseconds, losses, {
+    memory = measure.peak_memory(run.device)
+    return distributed.largest(milliseconds, run.device), distributed.mean(losses, run.device), {
         "started": started,
         "parameters": run.model.n_parameters,
-        **measure.peak_memory(run.device),
+        **dict(zip(memory, distributed.largest([*memory.values()], run.device), strict=True)),
         **hardware.nvml(run.device),
         **fingerprint(run, train(run, range(steps, steps + PROFILED_STEPS))),
     }
