@@ -19,7 +19,7 @@ EVERY     := baseline tf32 bf16 torch_compile flash fused 8bit combined
 TRAINING  := $(EVERY) stack ladder all
 NEEDY     := $(TRAINING) plots init_results reset
 
-.PHONY: $(NEEDY) help clean test notebook ready tests_ready
+.PHONY: $(NEEDY) help clean test peers notebook ready tests_ready
 .DEFAULT_GOAL := help
 .NOTPARALLEL:  # two trainings at once would time each other
 .ONESHELL:
@@ -155,6 +155,10 @@ clean:  ## delete the caches, and with PREFIX=... the files of every experiment 
 
 test: tests_ready  ## run the tests (those that need a GPU only where there is one)
 	@"$$PYTHON" -m pytest
+
+peers: tests_ready  ## this project's combination beside transformers' GPT-2 (GPU)
+	@"$$PYTHON" -m tests.peers $(if $(MODEL),--model "$$MODEL") $(if $(BATCH_SIZE),--batch_size "$$BATCH_SIZE") \
+	    $(if $(STEPS),--steps "$$STEPS")
 
 notebook: tests_ready  ## run the walkthrough from top to bottom and keep its outputs
 	@"$$PYTHON" -m nbconvert --to notebook --execute --inplace Optimizing_GPU_Utilization.ipynb

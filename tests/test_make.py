@@ -110,7 +110,7 @@ def the_line(done):
 def test_help_needs_no_settings_and_no_interpreter_and_lists_everything(goal, tool):
     done = tool.make(*goal, "PYTHON=/nowhere/python")
     assert done.returncode == 0 and done.stderr == ""
-    for target in (*NEEDY, "help", "clean", "test", "notebook"):
+    for target in (*NEEDY, "help", "clean", "test", "peers", "notebook"):
         assert re.search(rf"^    {target} +\S", done.stdout, re.MULTILINE), target
     for setting in ("STEPS", "BATCH_SIZE", "PREFIX", "MODEL", "DATA", "DEVICE", "SEED", "ROUNDS", "PYTHON"):
         assert re.search(rf"^    {setting}=", done.stdout, re.MULTILINE), setting
@@ -121,7 +121,7 @@ def test_every_target_that_a_person_may_call_is_phony_and_in_the_help(tool):
     rules = subprocess.run([MAKE, "-pRrq"], cwd=tool.folder, env=environment(), capture_output=True, text=True).stdout
     phony = {name for line in re.findall(r"^\.PHONY:(.*)", rules, re.MULTILINE) for name in line.split()}
     listed = set(re.findall(r"^    ([a-z0-9_]+) ", tool.make().stdout, re.MULTILINE))
-    assert phony - {"ready", "tests_ready"} == listed == {*NEEDY, "help", "clean", "test", "notebook"}
+    assert phony - {"ready", "tests_ready"} == listed == {*NEEDY, "help", "clean", "test", "peers", "notebook"}
 
 
 # Settings
@@ -278,6 +278,13 @@ def test_the_ladder_adds_one_technique_at_a_time(tool):
     )]
 
 
+def test_peers_needs_no_setting_and_takes_three(tool):
+    assert tool.make("peers").returncode == 0
+    assert tool.make("peers", "STEPS=3", "BATCH_SIZE=2", "MODEL=tiny", "PREFIX=./out").returncode == 0
+    assert tool.calls() == [["-m", "tests.peers"],
+                            ["-m", "tests.peers", "--model", "tiny", "--batch_size", "2", "--steps", "3"]]
+
+
 def test_a_ladder_ends_at_the_step_that_fails(tool):
     tool.stub('test "$1" != flash_attention.py || exit 1')
     assert tool.make("ladder", *SETTINGS).returncode != 0
@@ -316,7 +323,7 @@ def test_never_two_at_once(goals, tool):
 @pytest.mark.parametrize("make_it", [Path.touch, Path.mkdir])
 def test_files_that_are_named_like_targets_change_nothing(make_it, tool):
     (tool.folder / "tests").unlink()
-    for name in (*NEEDY, "clean", "help", "test", "notebook", "ready", "tests_ready", "tests"):
+    for name in (*NEEDY, "clean", "help", "test", "peers", "notebook", "ready", "tests_ready", "tests"):
         make_it(tool.folder / name)
     assert tool.make("all", "plots", "baseline", *SETTINGS).returncode == 0
     assert len(tool.calls()) == 11
