@@ -77,6 +77,6 @@ def share(run):
     cuts its graph where a bucket of gradients is full, so that they travel while the rest is computed.
     Source   https://docs.pytorch.org/docs/stable/notes/ddp.html
     """
-    if LAUNCHED:
+    if SIZE > 1:
         run.model.forward = run.forward
         run.forward = DistributedDataParallel(run.model, gradient_as_bucket_view=True).forward
