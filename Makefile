@@ -43,6 +43,7 @@ given     = $(if $(filter command,$(firstword $(origin $1))),$(value $1))
 $(foreach name,$(SETTINGS),$(eval override $(name) := $$(call given,$(name))))
 $(foreach name,STEPS BATCH_SIZE MODEL DEVICE SEED ROUNDS GPUS WITH,$(eval override $(name) := $$(strip $$($(name)))))
 export $(SETTINGS) RESULTS_PATH
+unexport PYTHONSAFEPATH  # the scripts import Utils from the folder that they lie in
 
 EXAMPLE  := for example: make all STEPS=150 BATCH_SIZE=256 PREFIX=./out
 digitless = $(subst 1,,$(subst 2,,$(subst 3,,$(subst 4,,$(subst 5,,$(subst 6,,$(subst 7,,$(subst 8,,$(subst 9,,$1)))))))))
@@ -63,7 +64,7 @@ endif
 BEGINNING    := $(BATCH_SIZE)B_$(STEPS)N_
 KIND         := $(addsuffix gpu_,$(filter-out 1,$(GPUS)))$(addsuffix _,$(filter-out small,$(MODEL)))
 RESULTS_PATH := $(PREFIX)/$(KIND)$(BEGINNING)experiment/$(BEGINNING)results.csv
-ROUND_NUMBERS = $(shell seq $(or $(ROUNDS),1))
+ROUND_NUMBERS = $(or $(shell seq $(or $(ROUNDS),1)),$(error the program seq is missing: install coreutils))
 LAUNCH        = $(if $(GPUS),-m Utils.launch --standalone --nproc-per-node="$$GPUS")
 OPTIONS       = --steps "$$STEPS" --batch_size "$$BATCH_SIZE" --results_path "$$RESULTS_PATH" \
                 $(if $(MODEL),--model "$$MODEL") $(if $(DATA),--data "$$DATA") $(if $(DEVICE),--device "$$DEVICE") \
@@ -96,7 +97,7 @@ define newline
 
 endef
 define runs
-@trap 'kill $$!; exit 130' INT
+@trap 'kill $$!; exit 130' INT QUIT
 trap 'kill $$!; exit 143' TERM
 run() { "$$PYTHON" $(LAUNCH) "$$@" $(OPTIONS) & wait $$!; }
 endef

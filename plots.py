@@ -53,13 +53,13 @@ def main(argv=None):
     for line in ([CPU] if on_cpu(summary) else []) + summary.notes + summary.warnings:
         print(f"- {line}")
 
-    contents = {prefix + "summary.md": page(summary).encode()}
+    contents = {prefix + "summary.md": page(summary).encode(errors="backslashreplace")}
     with matplotlib.rc_context(STYLE):
         for name, figure in figures(summary).items():
             contents[prefix + name] = png(figure)
     with locked(prefix + "summary.md"):
         write(contents)
-    print("\nwrote", *contents, sep="\n  ")
+    print("\nwrote", *contents, sep="\n  ", flush=True)
 
 
 def figures(summary):

@@ -1,12 +1,17 @@
 """What a person can do where PyTorch gives up: its error, as one line of ours."""
 
 import gc
+import re
+import textwrap
 import traceback
 
+from Utils import hardware
 from Utils.errors import CannotRunHere, UserError
 
 import torch
 
+GPU_SAYS = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]")
+NO_DISK = ("No space left on device", "Disk quota exceeded", "Read-only file system")
 FULL = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
 
 
@@ -20,15 +25,27 @@ def advice(error, label, batch_size, device, attempt):
         _release(error)
         return UserError(f"{label} ran out of memory at BATCH_SIZE={batch_size}: "
                          f"{_smaller(batch_size, device, attempt)}")
-    if "no kernel image" in text:
-        major, minor = torch.cuda.get_device_capability(device)
-        return UserError(f"torch {torch.__version__} has no kernels for this GPU's compute capability {major}.{minor}, "
-                         f"only for {' '.join(torch.cuda.get_arch_list())}: install the torch that pytorch.org names "
-                         "for this GPU, or choose the CPU with --device cpu (make: DEVICE=cpu)")
-    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-        return CannotRunHere(f"{label} cannot be compiled here: {text.splitlines()[0]} (torch.compile needs a C++ "
-                             "compiler such as g++, and for a GPU Triton: pip install -r requirements.txt)")
+    if text.startswith(GPU_SAYS):
+        return hardware.refusal(error)
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
+        cause = getattr(error, "inner_exception", error)
+        if any(words in text for words in NO_DISK):
+            return UserError(f"{label} cannot be compiled: {_reason(cause)}; put that right, or name other folders to "
+                             "write to with TORCHINDUCTOR_CACHE_DIR and TMPDIR")
+        return CannotRunHere(f"{label} cannot be compiled here: {_reason(cause)} (torch.compile needs a C++ compiler "
+                             "such as g++ and Python's header files, and for a GPU Triton: pip install -r "
+                             "requirements.txt)")
+    if any(frame.f_globals.get("__name__", "").startswith("bitsandbytes")
+           for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return CannotRunHere(f"{label} needs a bitsandbytes that works on this machine ({_reason(error)}): "
+                             "python -m bitsandbytes says more")
     return None
+
+
+def _reason(error):
+    """The line of an error's text that compilers and libraries hide the error itself in; or the first."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return textwrap.shorten(next((line for line in lines if re.search("[Ee]rror: ", line)), lines[0]), 300)
 
 
 def _full(error):

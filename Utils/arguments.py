@@ -25,7 +25,7 @@ def whole(text, least=0, most=2**31 - 1):
 
 def positive(text):
     """The type of an argument that counts something."""
-    return whole(text, least=1)
+    return whole(text, least=1, most=10**6)  # so many steps a table still holds
 
 
 def filename(text):

@@ -12,7 +12,7 @@ class Progress:
     def __init__(self, label, steps, stream=None):
         self.label, self.steps, self.done = label, steps, 0
         self.stream = stream or sys.stdout
-        self.on_terminal = self.stream.isatty()
+        self.on_terminal = bool(self.stream) and self.stream.isatty()  # there is none where `>&-` has closed it
 
     def __enter__(self):
         self._show(f"{self.label}: step 1 of {self.steps}, the slow one ...")

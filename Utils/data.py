@@ -112,12 +112,14 @@ def standard_library():
 
 
 def _read(path):
+    if os.path.exists(path) and not os.path.isfile(path):  # some have no end, and no script finds what another has read
+        raise UserError(f"{path}: is a folder, a pipe or a device; name one text file")
     try:
         text = Path(path).read_bytes()
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; name a text file") from None
-    except IsADirectoryError:
-        raise UserError(f"{path}: is a folder; name one text file in it") from None
+    except MemoryError:
+        raise UserError(f"{path}: does not fit into this machine's memory; name a shorter text") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); name a text file that you may read") from None
     if not text:
@@ -146,7 +148,12 @@ def embedded():
 
     # tiktoken's own loader would copy the file to a temporary folder and read that copy ever after.
     lines = (line.split() for line in RANKS.read_bytes().splitlines())
-    ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+    try:
+        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+    except ValueError:
+        ranks = {}
+    if len(ranks) != EMBEDDED_SIZE:
+        raise UserError(f"{RANKS}: is damaged; get it again, for instance with git checkout")
     return tiktoken.Encoding("embedded-4096", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
 
 

@@ -3,6 +3,7 @@
 import os
 import platform
 import time
+import warnings
 from importlib import metadata
 
 from Utils.errors import UserError
@@ -10,6 +11,7 @@ from Utils.errors import UserError
 import torch
 
 NVIDIA_DRIVER = "/proc/driver/nvidia/version"
+CPU_INSTEAD = "or choose the CPU with --device cpu (make: DEVICE=cpu)"
 
 
 def choose_device(name="auto", index=0, needed=1):
@@ -19,17 +21,41 @@ def choose_device(name="auto", index=0, needed=1):
     """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        cpu = "or choose the CPU with --device cpu (make: DEVICE=cpu)"
-        if torch.version.cuda is None:
-            raise UserError(f"torch {torch.__version__} is built for CPUs only: install the build for GPUs with "
-                            f"pip install --force-reinstall -r requirements.txt, {cpu}")
-        raise UserError(f"torch finds no usable NVIDIA GPU: see whether nvidia-smi works, {cpu}")
-    if needed > torch.cuda.device_count():
-        raise UserError(f"{needed} processes need a GPU each, torch finds {torch.cuda.device_count()}: ask for fewer "
-                        "(make: GPUS=...), or choose the CPU with --device cpu (make: DEVICE=cpu)")
-    torch.cuda.set_device(index)
+    with warnings.catch_warnings(record=True) as said:  # that the driver is too old, for instance
+        warnings.simplefilter("always")
+        if not torch.cuda.is_available():
+            raise _no_gpu(said)
+        if needed > torch.cuda.device_count():
+            raise UserError(f"{needed} processes need a GPU each, torch finds {torch.cuda.device_count()}: ask for "
+                            f"fewer (make: GPUS=...), {CPU_INSTEAD}")
+        try:
+            torch.cuda.set_device(index)
+            torch.zeros(1, device="cuda").item()  # a GPU that is full, taken or without kernels says so now
+        except Exception as error:
+            raise refusal(error) from error
     return torch.device("cuda", index)
+
+
+def _no_gpu(said):
+    if torch.version.cuda is None:
+        return UserError(f"torch {torch.__version__} is built for CPUs only: install the build for GPUs with "
+                         f"pip install --force-reinstall -r requirements.txt, {CPU_INSTEAD}")
+    why = "".join(f" ({warning.message})" for warning in said)
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        why += f" (CUDA_VISIBLE_DEVICES is '{os.environ['CUDA_VISIBLE_DEVICES']}')"
+    return UserError(f"torch finds no usable NVIDIA GPU{why}: see whether nvidia-smi works, {CPU_INSTEAD}")
+
+
+def refusal(error):
+    """The UserError for what a GPU answers in place of working."""
+    text = str(error).strip() or type(error).__name__
+    if "no kernel image" in text:
+        major, minor = torch.cuda.get_device_capability()
+        return UserError(f"torch {torch.__version__} has no kernels for this GPU's compute capability {major}.{minor}, "
+                         f"only for {' '.join(torch.cuda.get_arch_list())}: install the torch that pytorch.org names "
+                         f"for this GPU, {CPU_INSTEAD}")
+    return UserError(f"the GPU does not work ({text.splitlines()[0]}): see what nvidia-smi says and what else uses it, "
+                     f"{CPU_INSTEAD}")
 
 
 def notice(device):
@@ -37,10 +63,12 @@ def notice(device):
     if device.type != "cpu":
         return None
     line = "No GPU in use: the timings are of this CPU and say nothing about a GPU."
-    if torch.version.cuda is None and os.path.exists(NVIDIA_DRIVER):
-        line += (f" This machine has an NVIDIA driver, but torch {torch.__version__} is built for CPUs only: for the "
-                 "other build, pip install --force-reinstall -r requirements.txt")
-    return line
+    if torch.cuda.is_available() or not os.path.exists(NVIDIA_DRIVER):
+        return line
+    if torch.version.cuda is None:
+        return (f"{line} This machine has an NVIDIA driver, but torch {torch.__version__} is built for CPUs only: for "
+                "the other build, pip install --force-reinstall -r requirements.txt")
+    return f"{line} This machine has an NVIDIA driver, but torch finds no GPU to use: --device cuda says why"
 
 
 def describe(device):

@@ -66,7 +66,14 @@ def read_runs(results_path):
     table = read_table(path)
     if table and "label" not in table:
         raise UserError(f"{path} has no column named 'label', so it is not a table of this project: {ADVICE}")
-    return [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
+    rows = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
+    seen = set()
+    for line, row in enumerate(rows, 2):
+        if (run := (row["label"], _round(row))) in seen:
+            raise UserError(f"{path}, line {line}: a second row of '{run[0]}' for round {run[1]}: delete one; "
+                            f"otherwise {ADVICE}")
+        seen.add(run)
+    return rows
 
 
 def record(results_path, milliseconds, losses, run, round=0, rounds=1):
@@ -101,9 +108,6 @@ def check(results_path, run):
     steps, rounds, round = int(run["steps"]), int(run.get("rounds") or 1), int(run.get("round") or 0)
     folder = os.path.dirname(os.path.abspath(results_path))
     with locked(results_path):
-        for name in TABLES:
-            if os.path.isdir(companion(results_path, name)):
-                raise UserError(f"{companion(results_path, name)} is a folder: remove it, or choose another PREFIX")
         with _beside({companion(results_path, "results.csv"): b"can this folder be written to?"}):
             pass
         for name in ("results.csv", "losses.csv"):
@@ -224,7 +228,9 @@ def _beside(contents):
     """Every file's new content on the disk beside the old one, under the name that ends in `.tmp`; gone afterwards."""
     try:
         for path, data in contents.items():
-            with open(path + ".tmp", "wb") as file:  # one fixed name: whoever is killed leaves it, the next reuses it
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path + ".tmp")  # one fixed name: whoever is killed leaves it, the next replaces it
+            with open(path + ".tmp", "xb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -243,6 +249,8 @@ def read_table(path, notes=None):
 
     With a list `notes`, a last line that was cut is left out and the list says so; without one it is an error.
     """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UserError(f"{path} is a folder, a pipe or a device: remove it, or choose another PREFIX")
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             text = file.read()
@@ -344,7 +352,7 @@ def _as_csv(table):
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(table)
     writer.writerows(zip(*table.values(), strict=True))
-    return file.getvalue().encode()
+    return file.getvalue().encode(errors="backslashreplace")  # a file's name need not be UTF-8
 
 
 def main(argv=None):

@@ -6,7 +6,7 @@ An eighth script joins by its name here and a target in the Makefile.
 import importlib.util
 from pathlib import Path
 
-from Utils.errors import CannotRunHere, UserError
+from Utils.errors import UserError, explained
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = (
@@ -21,7 +21,7 @@ NAMES = (
 
 
 def load(name):
-    """The module of a script, `name` with or without .py. Raises UserError if there is none, or CannotRunHere."""
+    """The module of a script, `name` with or without .py. Raises UserError if there is none, or it lacks a package."""
     name = name.removesuffix(".py")
     if name not in NAMES:
         raise UserError(f"there is no script {name!r}; choose from {', '.join(NAMES)}")
@@ -29,8 +29,6 @@ def load(name):
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except ImportError as error:
-        raise CannotRunHere(f"{name} needs {error.name or error}: pip install -r requirements.txt") from error
-    except (OSError, RuntimeError) as error:  # a package that is there and does not work with this machine's libraries
-        raise CannotRunHere(f"{name} cannot be loaded here: {error}") from error
+    except Exception as error:  # a package that is missing, or does not work with this machine's libraries
+        raise (explained(error) or error) from None
     return module

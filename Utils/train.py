@@ -1,8 +1,10 @@
 """One training run: what a script may change, the loop that all scripts share, stacking, and the command line."""
 
+import contextlib
 import inspect
 import logging
 import os
+import tempfile
 import warnings
 from datetime import UTC, datetime
 from functools import partial
@@ -18,13 +20,20 @@ from Utils.model import GPT2, PRESETS
 
 import torch
 
-# What libraries say below an error is advice to others than our users.
-logging.basicConfig(level=logging.ERROR)
+# What libraries log is advice to others than our users; what ends a run is raised as well.
+logging.basicConfig(level=logging.CRITICAL)
 warnings.filterwarnings("ignore", category=UserWarning, module="torch._inductor")
 LEARNING_RATE = 3e-4
 PROFILED_STEPS = 3
 # Beside the code, so that graphs are compiled once on a machine; an experiment's first step tells cold from warm.
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(scripts.ROOT / ".cache" / "inductor"))
+# PyTorch makes this folder for every script, so where the code lies read-only it has to be a temporary one.
+if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):  # empty, it would be the folder that a person stands in
+    cache = scripts.ROOT / ".cache" / "inductor"
+    with contextlib.suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True)
+    if not os.access(cache, os.W_OK):
+        cache = Path(tempfile.gettempdir(), f"inductor_{os.getuid()}")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
 
 
 class Run:
@@ -139,20 +148,20 @@ def experiment(args, modules, device):
         stack(run, modules)
         distributed.share(run)
         milliseconds, losses, seen = measured(run, label, args.steps)
+        if distributed.RANK:
+            return
+        peak_tflops = known_peak(earlier, row) or hardware.peak_tflops(device)
     except Exception as error:
         run = None
         raise (advice(error, label, args.batch_size, device, attempt) or error) from None
-    if distributed.RANK:
-        return
     row |= seen | measure.timing(milliseconds, losses, distributed.SIZE * args.batch_size * config.block_size)
-    peak_tflops = known_peak(earlier, row) or hardware.peak_tflops(device)
     row |= measure.utilization(config, run.model.n_parameters, row, peak_tflops)
     doubted = doubts(run, row)
     row["warnings"] = "; ".join(doubted)
     results.record(args.results_path, milliseconds, losses, row, args.round - 1, args.rounds)
     for doubt in doubted:
         print(f"{label}: warning: {doubt}")
-    print(report(row, earlier))
+    print(report(row, earlier), flush=True)
 
 
 def measured(run, label, steps):

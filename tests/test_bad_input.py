@@ -103,6 +103,7 @@ NUMBER_CASES = [
     *(("--rounds", value) for value in NUMBERS),
     *(("--round", value) for value in NUMBERS),
     *(("--seed", value) for value in NUMBERS if value != "0"),
+    ("--steps", "1000001"),
 ]
 
 
@@ -196,6 +197,22 @@ def test_a_place_where_no_results_can_lie_cannot_be_drawn(where, refused, tmp_pa
     refused("plots.py", "--results_path", places(tmp_path)[where])
 
 
+@pytest.mark.parametrize("what", ["a pipe", "a device", "a link to a device"])
+@pytest.mark.parametrize("name", results.TABLES)
+def test_what_never_ends_in_the_place_of_a_table_is_refused(name, what, refused, experiment):
+    table = Path(results.companion(experiment, name))
+    table.unlink()
+    if what == "a pipe":
+        os.mkfifo(table)
+    elif what == "a link to a device":
+        table.symlink_to("/dev/zero")
+    else:
+        table = experiment = Path("/dev/full")
+    assert f"{table} is a folder, a pipe or a device" in refused("tensorFloat32.py", *settings(experiment))[1]
+    if name == "results.csv":
+        refused("plots.py", "--results_path", experiment)
+
+
 # Texts
 
 TEXTS = {
@@ -221,9 +238,20 @@ def test_a_text_that_cannot_be_trained_on_is_refused(what, refused, path, tmp_pa
     assert "my text.txt" in line and words in line
 
 
-@pytest.mark.parametrize("text, words", [("", "--data"), (".", "folder"), ("/dev/null", "is empty")])
-def test_what_is_no_text_file_is_refused(text, words, refused, path):
+@pytest.mark.parametrize("text, words", [("", "--data"), (".", "folder"), ("/dev/null", "device"),
+                                         ("/dev/zero", "device"), ("pipe", "pipe")])
+def test_what_is_no_text_file_is_refused(text, words, refused, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
     assert words in refused("no_optimization.py", *settings(path), "--data", text)[1]
+
+
+def test_a_text_whose_name_is_not_utf8_is_trained_on(path, tmp_path, monkeypatch):
+    text = tmp_path / os.fsdecode(b"caf\xe9.txt")
+    text.write_text("Once upon a time there was a loop.\n" * 30)
+    monkeypatch.setattr(sys, "argv", ["no_optimization.py", *settings(path), "--data", str(text)])
+    runpy.run_path(str(ROOT / "no_optimization.py"), run_name="__main__")
+    assert results.read_runs(path)[0]["text"].endswith("caf\\udce9.txt")
 
 
 def test_a_text_that_spells_a_special_token_is_trained_on(path, tmp_path, monkeypatch):
@@ -355,7 +383,7 @@ def test_a_complaint_is_one_line_whatever_is_in_it():
     assert len(str(caught.value).splitlines()) == 1
 
 
-# What is not installed
+# What is not installed, or does not work
 
 
 @pytest.mark.parametrize("package, name", [
@@ -386,6 +414,50 @@ def test_without_bitsandbytes_its_script_cannot_run_here(name, more, refused, pa
     assert status == 77 and "bitsandbytes" in line and "pip install" in line
 
 
+BROKEN = {
+    "a library is missing": ("raise OSError('libcudart.so.12: cannot open shared object file')", "libcudart.so.12"),
+    "it does not know the machine": ("raise RuntimeError('CUDA Setup failed\\n  despite CUDA')", "CUDA Setup failed"),
+    "it does not fit another package": ("import triton.ops", "triton"),
+    "it lacks a package": ("import package_of_packages", "package_of_packages"),
+    "it does not fit torch": ("from torch import what_never_was", "what_never_was"),
+    "anything else": ("1 / 0", "ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_bitsandbytes_that_does_not_work_says_the_same_alone_and_stacked(what, refused, path, tmp_path, monkeypatch):
+    code, words = BROKEN[what]
+    (tmp_path / "bitsandbytes.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    said = [refused("8-bit_optimizer.py", *settings(path)),
+            refused("brainFloat16.py", *settings(path), "--with", "8-bit_optimizer")]
+    assert {status for status, _ in said} == {77}
+    assert len({line.partition(": ")[2] for _, line in said}) == 1
+    assert "bitsandbytes does not work" in said[0][1] and words in said[0][1] and "pip install" in said[0][1]
+
+
+@pytest.mark.parametrize("package, code, name", [
+    ("torch", "raise OSError('libcudnn.so.9: cannot open shared object file')", "no_optimization.py"),
+    ("numpy", "raise ImportError('numpy.core.multiarray failed to import')", "no_optimization.py"),
+    ("torch", "", "brainFloat16.py"),  # a file of the user's that is named like it
+    ("matplotlib", "raise ValueError('no such backend')", "plots.py")])
+def test_a_package_that_does_not_work_is_named_with_the_reason(package, code, name, path, tmp_path):
+    (tmp_path / f"{package}.py").write_text(code)
+    arguments = settings(path) if name != "plots.py" else ["--results_path", path]
+    done = script(name, *arguments, PYTHONPATH=str(tmp_path))
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and f"the package {package} does not work (" in line and "--force-reinstall" in line
+    assert (code.partition("'")[2].rstrip("')") or "'torch' is not a package") in line
+
+
+def test_a_python_that_is_too_old_is_told_before_it_reads_what_it_cannot(monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 10, 13))
+    with pytest.raises(SystemExit, match=r"Python 3.11 or newer is needed, .* is 3.10: "):
+        runpy.run_path(str(ROOT / "Utils" / "__init__.py"))
+
+
 def test_without_a_compiler_nothing_pretends_to_be_compiled(experiment, tmp_path):
     """A shell is there, no compiler, and nothing that was compiled before."""
     before = contents(experiment.parent)
@@ -397,6 +469,70 @@ def test_without_a_compiler_nothing_pretends_to_be_compiled(experiment, tmp_path
     (line,) = done.stderr.splitlines()
     assert line.startswith("torch_compile.py: TC cannot be compiled here") and "g++" in line
     assert contents(experiment.parent) == before
+
+
+# What the system refuses
+
+
+@pytest.mark.parametrize("error", [
+    OSError(28, "No space left on device"), PermissionError(13, "Permission denied", "/x/y"), MemoryError(),
+    BrokenPipeError(32, "Broken pipe"), OSError(5, "Input/output error"), OSError(24, "Too many open files", "/x")])
+def test_what_the_system_refuses_is_no_bug_of_ours(error):
+    line = str(errors.explained(error))
+    assert "earlier results are as they were" in line
+    assert all(words in line for words in (getattr(error, "strerror", None), getattr(error, "filename", None)) if words)
+
+
+@pytest.mark.parametrize("error", [OSError("not of the system"), ValueError("x"), ImportError("x", name="Utils.x")])
+def test_a_bug_of_ours_keeps_its_traceback(error):
+    assert errors.explained(error) is None
+
+
+@pytest.mark.parametrize("name", ["no_optimization.py", "plots.py"])
+@pytest.mark.parametrize("full", [True, False], ids=["a full disk", "a pipe that nobody reads"])
+def test_an_output_that_takes_nothing_ends_in_one_line(full, name, experiment):
+    before = contents(experiment.parent)
+    reading, writing = os.pipe()
+    os.close(reading)
+    arguments = settings(experiment) if name != "plots.py" else ["--results_path", experiment]
+    with open("/dev/full" if full else writing, "w") as output:
+        done = subprocess.run([sys.executable, ROOT / name, *map(str, arguments)], stdout=output,
+                              stderr=subprocess.PIPE, text=True, timeout=120)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and ("No space left on device" if full else "Broken pipe") in line
+    if name != "plots.py":
+        assert contents(experiment.parent) == before
+
+
+def test_a_run_needs_no_output(path):
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, ROOT / "no_optimization.py", *settings(path)]
+    assert subprocess.run(command, timeout=120).returncode == 0 and path.exists()
+
+
+def test_an_output_that_knows_only_ascii_gets_the_table_all_the_same(experiment):
+    done = script("plots.py", "--results_path", experiment, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "") and "baseline" in done.stdout
+
+
+def test_code_that_lies_read_only_keeps_compiled_graphs_in_a_temporary_folder(path, tmp_path):
+    """Permissions do not keep root out; a file in the folder's place does. PyTorch makes the folder for any script."""
+    code, here, temporary = (tmp_path / name for name in ("code", "here", "temporary"))
+    shutil.copytree(ROOT / "Utils", code / "Utils")
+    shutil.copy(ROOT / "no_optimization.py", code)
+    (code / ".cache").touch()
+    here.mkdir()
+    temporary.mkdir()
+    done = subprocess.run([sys.executable, code / "no_optimization.py", *settings(path)], cwd=here, timeout=120,
+                          env=os.environ | {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": ""})
+    assert done.returncode == 0 and path.exists()
+    assert list(here.iterdir()) == [] and (temporary / f"inductor_{os.getuid()}").is_dir()
+
+
+def test_a_folder_for_compiled_graphs_that_cannot_be_made_is_named(path, tmp_path):
+    (tmp_path / "file").touch()
+    done = script("torch_compile.py", *settings(path), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "file"))
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and str(tmp_path / "file") in line
 
 
 # Runs that are stopped

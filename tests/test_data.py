@@ -206,6 +206,22 @@ def test_an_unreadable_file_is_refused(tmp_path, cache, prose):
     assert os.strerror(errno.ENOTDIR) in refusal(4096, prose / "inside", cache)
 
 
+@pytest.mark.parametrize("damage", ["garbage", "YQ== 0\n", "YQ== one\n"])
+def test_a_damaged_vocabulary_is_named(damage, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "RANKS", tmp_path / "ranks")
+    (tmp_path / "ranks").write_text(damage)
+    with pytest.raises(UserError, match="ranks: is damaged"):
+        data.embedded.__wrapped__()
+
+
+def test_a_text_that_no_memory_holds_is_refused(prose, cache, monkeypatch):
+    def full(_):
+        raise MemoryError
+
+    monkeypatch.setattr(Path, "read_bytes", full)
+    assert f"{prose}: does not fit into this machine's memory" in refusal(4096, prose, cache)
+
+
 def test_an_empty_file_is_refused(tmp_path, cache):
     (tmp_path / "empty").touch()
     assert "is empty" in refusal(4096, tmp_path / "empty", cache)

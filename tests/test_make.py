@@ -1,6 +1,7 @@
 """The Makefile asks for what it needs, runs the right scripts one at a time, and ends as they do.
 
-Most tests give it a stub for an interpreter, which writes down its arguments. Two train for real.
+Most tests give it a stub for an interpreter, which writes down its arguments. Two train for real. To
+test another make, put it first in PATH.
 """
 
 import contextlib
@@ -112,7 +113,7 @@ def test_help_needs_no_settings_and_no_interpreter_and_lists_everything(goal, to
     assert done.returncode == 0 and done.stderr == ""
     for target in (*NEEDY, "help", "clean", "test", "peers", "notebook"):
         assert re.search(rf"^    {target} +\S", done.stdout, re.MULTILINE), target
-    for setting in ("STEPS", "BATCH_SIZE", "PREFIX", "MODEL", "DATA", "DEVICE", "SEED", "ROUNDS", "PYTHON"):
+    for setting in ("STEPS", "BATCH_SIZE", "PREFIX", "MODEL", "DATA", "DEVICE", "SEED", "ROUNDS", "GPUS", "PYTHON"):
         assert re.search(rf"^    {setting}=", done.stdout, re.MULTILINE), setting
     tool.assert_nothing_happened()
 
@@ -135,7 +136,7 @@ def test_a_missing_setting_is_named_in_one_line_with_an_example(target, missing,
     tool.assert_nothing_happened()
 
 
-@pytest.mark.parametrize("setting", ["STEPS", "BATCH_SIZE", "ROUNDS"])
+@pytest.mark.parametrize("setting", ["STEPS", "BATCH_SIZE", "ROUNDS", "GPUS"])
 @pytest.mark.parametrize("value", ["0", "00", "-1", "+1", "1e3", "abc", "1.5", "007", "1 2", "5\n6", "5,6", "0x10", "٣",
                                    "5;touch x", "$(shell touch x)", "`touch x`", "$$(touch x)", '5"', "5'"])
 def test_what_is_no_positive_whole_number_is_refused_and_never_executed(value, setting, tool):
@@ -167,7 +168,8 @@ def test_settings_in_the_environment_do_not_count(tool):
         given = [text for text in SETTINGS if not text.startswith(missing)]
         line = the_line(tool.make("all", *given, STEPS="7", BATCH_SIZE="7", PREFIX="/usr"))
         assert f"{missing} is missing" in line
-    others = dict(MODEL="gpt2", DATA="/x", DEVICE="cuda", SEED="7", ROUNDS="7", WITH="x", PYTHON="/nowhere/python")
+    others = dict(MODEL="gpt2", DATA="/x", DEVICE="cuda", SEED="7", ROUNDS="7", GPUS="7", WITH="x",
+                  PYTHON="/nowhere/python")
     assert tool.make("baseline", *SETTINGS, **others).returncode == 0
     assert tool.calls() == [["no_optimization.py", "--round", "1", *OPTIONS]]
 
@@ -180,10 +182,19 @@ def test_all_settings_reach_the_script(tool):
     assert tool.calls() == [["tensorFloat32.py", "--round", number, *options] for number in "12"]
 
 
+def test_several_gpus_are_given_to_torchrun(tool):
+    assert tool.make("combined", *SETTINGS, "GPUS=1").returncode == 0
+    launcher = ["-m", "Utils.launch", "--standalone", "--nproc-per-node=1"]
+    assert tool.calls() == [[*launcher, *SCRIPTS["combined"], "--round", "1", *OPTIONS]]
+
+
 @pytest.mark.parametrize("settings, path", [
     (["STEPS=150", "BATCH_SIZE=256"], "./out/256B_150N_experiment/256B_150N_results.csv"),
     (["STEPS=150", "BATCH_SIZE=256", "MODEL=small"], "./out/256B_150N_experiment/256B_150N_results.csv"),
     (["STEPS=30", "BATCH_SIZE=16", "MODEL=gpt2"], "./out/gpt2_16B_30N_experiment/16B_30N_results.csv"),
+    (["STEPS=30", "BATCH_SIZE=16", "GPUS=1"], "./out/16B_30N_experiment/16B_30N_results.csv"),
+    (["STEPS=30", "BATCH_SIZE=16", "GPUS=4"], "./out/4gpu_16B_30N_experiment/16B_30N_results.csv"),
+    (["STEPS=30", "BATCH_SIZE=16", "GPUS=4", "MODEL=gpt2"], "./out/4gpu_gpt2_16B_30N_experiment/16B_30N_results.csv"),
 ])
 @pytest.mark.parametrize("target", ["baseline", "plots", "init_results", "reset"])
 def test_an_experiments_folder_and_file_are_named_after_its_settings(target, settings, path, tool):
@@ -382,8 +393,9 @@ def test_all_fails_where_nothing_can_be_drawn(tool):
 
 
 @pytest.mark.parametrize("goals", [["all"], ["ladder"], ["baseline", "tf32", "bf16"]], ids=" ".join)
-@pytest.mark.parametrize("number, group", [(signal.SIGINT, True), (signal.SIGTERM, True), (signal.SIGTERM, False)],
-                         ids=["Ctrl-C", "SIGTERM to all", "SIGTERM to make alone"])
+@pytest.mark.parametrize("number, group", [(signal.SIGINT, True), (signal.SIGQUIT, True), (signal.SIGHUP, True),
+                                           (signal.SIGTERM, True), (signal.SIGTERM, False)],
+                         ids=["Ctrl-C", "Ctrl-Backslash", "terminal closed", "SIGTERM to all", "SIGTERM to make alone"])
 def test_whoever_stops_make_stops_everything_at_once(number, group, goals, tool, tmp_path):
     ours = tmp_path / "process"
     tool.stub(f"test $(wc -l <'{tool.log}') -lt 3 || {{ echo $$ >'{ours}'; exec sleep 30; }}")  # the second one hangs
@@ -396,6 +408,21 @@ def test_whoever_stops_make_stops_everything_at_once(number, group, goals, tool,
         wait_for(lambda: not alive(int(ours.read_text())))
         time.sleep(0.1)
         assert len(tool.calls()) == 2
+    finally:
+        with_group_gone(process)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
+def test_what_make_keeps_to_itself_ends_it_after_the_script_that_runs(number, tool):
+    """Of what is sent to make alone it hands on only SIGTERM; of the others its recipe hears nothing."""
+    tool.stub("sleep 0.5")
+    process = subprocess.Popen(tool.command("tf32", "baseline", *SETTINGS), cwd=tool.folder, env=environment(),
+                               start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        wait_for(tool.calls)
+        os.kill(process.pid, number)
+        assert process.wait(timeout=5) != 0
+        assert [line.split("\t")[0] for line in tool.lines()] == ["start", "end"]
     finally:
         with_group_gone(process)
 
@@ -538,6 +565,16 @@ def test_an_old_python_is_refused_in_one_clear_line(machine, tmp_path, tool):
 def test_a_machine_without_python_is_told_the_same(tool, tmp_path):
     done = tool.make("plots", *SETTINGS, "PYTHON=", PATH=str(tmp_path / "nothing"))
     assert done.returncode != 0 and "python3 is missing or older than 3.11" in done.stderr
+
+
+def test_a_machine_without_seq_measures_nothing_and_says_why(tool, tmp_path):
+    done = tool.make("baseline", *SETTINGS, PATH=str(tmp_path / "nothing"))
+    assert done.returncode != 0 and "the program seq is missing" in done.stderr
+    tool.assert_nothing_happened()
+
+
+def test_an_environment_that_hides_the_scripts_own_folder_changes_nothing(tool):
+    assert tool.make("init_results", *SETTINGS, f"PYTHON={sys.executable}", PYTHONSAFEPATH="1").returncode == 0
 
 
 def test_an_interpreter_that_does_not_exist_is_named(tool):

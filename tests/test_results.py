@@ -313,7 +313,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_training(path, mon
     measure(path)
 
     def denied(name, mode="r", *arguments, **options):
-        if "w" in mode:
+        if mode != "r":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), name)
         return open(name, mode, *arguments, **options)
 
@@ -382,6 +382,26 @@ def test_a_damaged_runs_csv_is_refused(path, damage, message):
     for act in (check, lambda path, run: measure(path)):
         with refused(message):
             act(path, a_run(BASELINE))
+
+
+def test_two_rows_of_one_run_are_refused_and_left_alone(path):
+    for label in (BASELINE, "TF32"):
+        measure(path, label)
+    runs = Path(results.companion(path, "runs.csv"))
+    runs.write_text(runs.read_text() + runs.read_text().splitlines()[2] + "\n")
+    before = contents(Path(path).parent)
+    for act in (check, lambda path, run: measure(path, "TF32")):
+        with refused("runs.csv, line 4: a second row of 'TF32' for round 0", "delete one", "make reset"):
+            act(path, a_run("TF32"))
+    assert contents(Path(path).parent) == before
+
+
+def test_what_a_killed_writer_left_is_replaced_whatever_it_has_become(path, tmp_path):
+    os.makedirs(os.path.dirname(path))
+    os.mkfifo(path + ".tmp")  # whoever opened it would wait for ever
+    Path(results.companion(path, "losses.csv") + ".tmp").symlink_to(tmp_path / "of the user")
+    measure(path)
+    assert list(read_table(path)) == ["step", BASELINE] and not (tmp_path / "of the user").exists()
 
 
 @pytest.mark.parametrize(("name", "other"), [

@@ -228,7 +228,7 @@ def test_what_is_no_script_is_refused_with_the_names_of_those_there_are(name):
 
 def test_a_script_whose_library_is_missing_cannot_run_here(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(CannotRunHere, match="8-bit_optimizer needs bitsandbytes"):
+    with pytest.raises(CannotRunHere, match="the package bitsandbytes is not installed"):
         scripts.load("8-bit_optimizer")
 
 
