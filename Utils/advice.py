@@ -21,7 +21,7 @@ def advice(error, label, batch_size, device, attempt):
     `attempt(n)` trains the baseline on n sequences for some steps.
     """
     text = str(error).strip() or type(error).__name__
-    if _full(error):
+    if full(error):
         _release(error)
         return UserError(f"{label} ran out of memory at BATCH_SIZE={batch_size}: "
                          f"{_smaller(batch_size, device, attempt)}")
@@ -48,7 +48,8 @@ def _reason(error):
     return textwrap.shorten(next((line for line in lines if re.search("[Ee]rror: ", line)), lines[0]), 300)
 
 
-def _full(error):
+def full(error):
+    """Whether the error says that there was no memory left."""
     return isinstance(error, MemoryError) or any(words in str(error).lower() for words in FULL)
 
 
@@ -90,7 +91,7 @@ def _succeeds(attempt, n):
     try:
         attempt(n)
     except (RuntimeError, MemoryError) as error:
-        if not _full(error):
+        if not full(error):
             raise
         _release(error)
         return False

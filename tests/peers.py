@@ -19,7 +19,7 @@ from functools import partial
 
 from tests.clock_overhead import COMBINED
 from Utils import data, hardware, measure, scripts
-from Utils.advice import FULL, advice
+from Utils.advice import advice, full
 from Utils.arguments import Parser, positive
 from Utils.console import duration
 from Utils.errors import UserError
@@ -120,7 +120,7 @@ def main():
     try:
         seen = measured(contenders(config, batch, device), args.steps)
     except Exception as error:
-        if any(words in str(error).lower() for words in FULL):
+        if full(error):
             raise UserError("not all of them fit into memory at once: choose a --batch_size (make: BATCH_SIZE) below "
                             f"{args.batch_size}") from None
         raise (advice(error, "one of them", args.batch_size, device, None) or error) from None

@@ -36,6 +36,22 @@ def launched(script, arguments, **environment):
                           capture_output=True, text=True, timeout=200)
 
 
+def tampered(folder, what):
+    """The ended baseline in two processes, each of which, a RANK, does `what` before it makes the batch of `step`."""
+    script = folder / "tampered.py"
+    script.write_text(f"""
+import os, runpy, signal, time
+from Utils import data
+batch, RANK = data.batch, int(os.environ["RANK"])
+def tampered(tokens, step, *others):
+    {what}
+    return batch(tokens, step, *others)
+data.batch = tampered
+runpy.run_path({str(ROOT / "no_optimization.py")!r}, run_name="__main__")
+""")
+    return launched(script, options(folder), PYTHONPATH=str(ROOT))
+
+
 def read(path):
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
@@ -94,18 +110,7 @@ def test_tokens_of_all_processes_count(comparison):
 
 
 def test_the_step_of_the_slowest_process_is_the_step(tmp_path):
-    script = tmp_path / "slow.py"
-    script.write_text(f"""
-import os, runpy, time
-from Utils import data
-batch = data.batch
-def slow(tokens, step, *others):
-    time.sleep(0.3 * (os.environ["RANK"] == "1" and step == 4))
-    return batch(tokens, step, *others)
-data.batch = slow
-runpy.run_path({str(ROOT / "no_optimization.py")!r}, run_name="__main__")
-""")
-    done = launched(script, options(tmp_path), PYTHONPATH=str(ROOT))
+    done = tampered(tmp_path, "time.sleep(0.3 * (RANK == 1 and step == 4))")
     assert done.returncode == 0, done.stderr
     times = [float(row["2gpu_no_optimization"]) for row in read(tmp_path / "results.csv")]
     assert times[3] > 300  # batch 4 is fetched in step 3
@@ -135,20 +140,8 @@ def test_a_technique_that_cannot_run_here_keeps_its_status(tmp_path):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_if_one_process_is_killed_all_end_and_nothing_is_recorded(tmp_path, victim):
-    script = tmp_path / "mortal.py"
-    script.write_text(f"""
-import os, runpy, signal
-from Utils import data
-batch = data.batch
-def deadly(tokens, step, *others):
-    if os.environ["RANK"] == "{victim}" and step == 4:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return batch(tokens, step, *others)
-data.batch = deadly
-runpy.run_path({str(ROOT / "no_optimization.py")!r}, run_name="__main__")
-""")
     started = time.monotonic()
-    done = launched(script, options(tmp_path), PYTHONPATH=str(ROOT))
+    done = tampered(tmp_path, f"RANK == {victim} and step == 4 and os.kill(os.getpid(), signal.SIGKILL)")
     assert done.returncode == 128 + signal.SIGKILL
     assert done.stderr.splitlines() == [
         f"process {victim} was killed by SIGKILL, so all were ended; earlier results are as they were"]
@@ -157,19 +150,7 @@ runpy.run_path({str(ROOT / "no_optimization.py")!r}, run_name="__main__")
 
 
 def test_one_process_that_fails_alone_is_heard(tmp_path):
-    script = tmp_path / "full.py"
-    script.write_text(f"""
-import os, runpy
-from Utils import data
-batch = data.batch
-def full(tokens, step, *others):
-    if os.environ["RANK"] == "1" and step == 4:
-        raise MemoryError
-    return batch(tokens, step, *others)
-data.batch = full
-runpy.run_path({str(ROOT / "no_optimization.py")!r}, run_name="__main__")
-""")
-    done = launched(script, options(tmp_path), PYTHONPATH=str(ROOT))
+    done = tampered(tmp_path, "if RANK == 1 and step == 4: raise MemoryError")
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1 and "ran out of memory at BATCH_SIZE=4" in done.stderr
     assert not (tmp_path / "results.csv").exists()
