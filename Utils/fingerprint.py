@@ -144,6 +144,9 @@ def doubts(run, row):
     if "8bit" in type(run.optimizer).__name__ and "int8" not in row["optimizer_state_dtypes"]:
         found.append("an 8-bit optimizer was asked for, but its moments are "
                      f"{row['optimizer_state_dtypes'].split(':')[0]}: the model's tensors are too small")
+    if "torch_compile" in row["scripts"].split() and not compiled():
+        found.append("torch.compile was asked for and compiled nothing: unset TORCHDYNAMO_DISABLE and "
+                     "TORCH_COMPILE_DISABLE")
     if row["graph_breaks"]:
         found.append(f"torch.compile went back to Python {row['graph_breaks']} times (graph breaks)")
     if compiled() and row.get("cuda_graphs") == 0:

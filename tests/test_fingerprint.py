@@ -191,7 +191,7 @@ def doubt(monkeypatch, compiled=False, attention=attention, optimizer=None, **ch
     """The doubts about a row of a healthy run on a GPU, but for `changes`."""
     monkeypatch.setattr(module, "compiled", lambda: compiled)
     row = {"matmul_precision": "highest", "matmul_error": 3e-7, "attention_kernel": "written out", "valid": True,
-           "optimizer_state_dtypes": "float32:66.30", "graph_breaks": 0 if compiled else None,
+           "scripts": "no_optimization", "optimizer_state_dtypes": "float32:66.30", "graph_breaks": 0 if compiled else None,
            "cuda_graphs": 2.0 if compiled else 0.0} | changes
     optimizer = optimizer or torch.optim.AdamW([torch.zeros(1)])
     return doubts(SimpleNamespace(model=SimpleNamespace(attention=attention), optimizer=optimizer), row)
@@ -211,7 +211,7 @@ HEALTHY = (
     {"attention": another_attention, "attention_kernel": FLASH},
     {"attention": another_attention, "attention_kernel": "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16"},
     {"optimizer": AdamW8bit(), "optimizer_state_dtypes": "uint8:16.57 float32:0.90"},
-    {"compiled": True},
+    {"compiled": True, "scripts": "brainFloat16 torch_compile"},
 )
 SUSPICIOUS = (
     ({"matmul_precision": "high"}, "TF32"),
@@ -222,6 +222,7 @@ SUSPICIOUS = (
     ({"optimizer": AdamW8bit()}, "float32"),
     ({"compiled": True, "graph_breaks": 2}, "2"),
     ({"compiled": True, "cuda_graphs": 0.0}, "CUDA graph"),
+    ({"scripts": "brainFloat16 torch_compile fused_optimizer"}, "compiled nothing"),
     ({"valid": False}, "NaN"),
 )
 
@@ -245,12 +246,12 @@ def test_every_doubt_is_told(monkeypatch):
 
 def test_a_cpu_is_not_blamed_for_what_only_a_gpu_has(monkeypatch, tokens):
     run = a_run("flash_attention", tokens=tokens)
-    row = fingerprint(run, iter(())) | {"valid": True}
+    row = fingerprint(run, iter(())) | {"scripts": "flash_attention", "valid": True}
     assert doubts(run, row) == []
 
 
 def test_tf32_on_a_cpu_is_doubted_in_the_words_of_the_real_fingerprint(tokens):
     run = a_run("tensorFloat32", tokens=tokens)
-    row = fingerprint(run, iter(())) | {"valid": True}
+    row = fingerprint(run, iter(())) | {"scripts": "tensorFloat32", "valid": True}
     assert row["matmul_precision"] == "high"
     assert ["TF32" in found for found in doubts(run, row)] == [True]

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from Utils import data, scripts
+from Utils import data, distributed, scripts
 from Utils.fingerprint import covered, fingerprint, kernels, matmul_error
 from Utils.model import GPT2, PRESETS
 from Utils.train import Run, train
@@ -18,6 +18,7 @@ from Utils.train import Run, train
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 pytestmark = pytest.mark.gpu
@@ -174,6 +175,25 @@ def test_bf16_computes_logits_in_bfloat16(experiment):
     assert experiment.row("BF16")["logits_dtype"] == "bfloat16"
     assert experiment.row("BF16+TC+FA+FuOp")["logits_dtype"] == "bfloat16"
     assert experiment.row("no_optimization")["logits_dtype"] == experiment.row("FA")["logits_dtype"] == "float32"
+
+
+STACKED = ("brainFloat16", "torch_compile", "flash_attention", "fused_optimizer")
+
+
+@pytest.mark.parametrize("names, tolerance", (((), 1e-5), (STACKED, 1e-2)), ids=("baseline", "combined"))
+def test_a_model_in_distributed_data_parallel_learns_what_it_learns_alone(names, tolerance, a_run, monkeypatch):
+    """NCCL with one process, whose gradients are averaged with nobody's: GPUS=1 would leave that out, so SIZE says 2."""
+    alone = [loss for _, loss in train(a_run(*names), range(6))]
+    torch.compiler.reset()  # compiled code that does not look at its model must not meet another one
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        run = a_run(*names)
+        monkeypatch.setattr(distributed, "SIZE", 2)
+        distributed.share(run)
+        assert "DistributedDataParallel" in repr(run.forward)
+        assert [loss for _, loss in train(run, range(6))] == pytest.approx(alone, abs=tolerance)
+    finally:
+        dist.destroy_process_group()
 
 
 # Kernels
