@@ -191,8 +191,8 @@ def doubt(monkeypatch, compiled=False, attention=attention, optimizer=None, **ch
     """The doubts about a row of a healthy run on a GPU, but for `changes`."""
     monkeypatch.setattr(module, "compiled", lambda: compiled)
     row = {"matmul_precision": "highest", "matmul_error": 3e-7, "attention_kernel": "written out", "valid": True,
-           "scripts": "no_optimization", "optimizer_state_dtypes": "float32:66.30", "graph_breaks": 0 if compiled else None,
-           "cuda_graphs": 2.0 if compiled else 0.0} | changes
+           "scripts": "no_optimization", "optimizer_state_dtypes": "float32:66.30",
+           "graph_breaks": 0 if compiled else None, "cuda_graphs": 2.0 if compiled else 0.0} | changes
     optimizer = optimizer or torch.optim.AdamW([torch.zeros(1)])
     return doubts(SimpleNamespace(model=SimpleNamespace(attention=attention), optimizer=optimizer), row)
 

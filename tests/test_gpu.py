@@ -182,7 +182,7 @@ STACKED = ("brainFloat16", "torch_compile", "flash_attention", "fused_optimizer"
 
 @pytest.mark.parametrize("names, tolerance", (((), 1e-5), (STACKED, 1e-2)), ids=("baseline", "combined"))
 def test_a_model_in_distributed_data_parallel_learns_what_it_learns_alone(names, tolerance, a_run, monkeypatch):
-    """NCCL with one process, whose gradients are averaged with nobody's: GPUS=1 would leave that out, so SIZE says 2."""
+    """NCCL with one process, whose gradients are averaged with nobody's: GPUS=1 leaves that out, so SIZE says 2."""
     alone = [loss for _, loss in train(a_run(*names), range(6))]
     torch.compiler.reset()  # compiled code that does not look at its model must not meet another one
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
