@@ -6,7 +6,7 @@ import textwrap
 import traceback
 
 from Utils import hardware
-from Utils.errors import CannotRunHere, UserError
+from Utils.errors import CannotRunHere, UserError, passed
 
 import torch
 
@@ -35,8 +35,7 @@ def advice(error, label, batch_size, device, attempt):
         return CannotRunHere(f"{label} cannot be compiled here: {_reason(cause)} (torch.compile needs a C++ compiler "
                              "such as g++ and Python's header files, and for a GPU Triton: pip install -r "
                              "requirements.txt)")
-    if any(frame.f_globals.get("__name__", "").startswith("bitsandbytes")
-           for frame, _ in traceback.walk_tb(error.__traceback__)):
+    if any(package == "bitsandbytes" for package, _ in passed(error)):
         return CannotRunHere(f"{label} needs a bitsandbytes that works on this machine ({_reason(error)}): "
                              "python -m bitsandbytes says more")
     return None

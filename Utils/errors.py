@@ -49,12 +49,17 @@ def _package(error):
     """The one of PACKAGES that is missing, or in whose own import `error` arose, or that lacks what is imported."""
     if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
         return error.name
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        package = frame.f_globals.get("__name__", "").split(".")[0]
-        if frame.f_code.co_name == "<module>" and package in PACKAGES:
+    for package, function in passed(error):
+        if function == "<module>" and package in PACKAGES:
             return package
     package = (error.name or "").split(".")[0] if isinstance(error, ImportError) else None
     return package if package in PACKAGES else None
+
+
+def passed(error):
+    """The (top-level package, function) that an error has come through, the outermost first."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        yield frame.f_globals.get("__name__", "").split(".")[0], frame.f_code.co_name
 
 
 def _end(kind, error, traceback):
