@@ -178,7 +178,8 @@ def test_bf16_computes_logits_in_bfloat16(experiment):
     assert experiment.row("no_optimization")["logits_dtype"] == experiment.row("FA")["logits_dtype"] == "float32"
 
 
-@pytest.mark.parametrize("names, tolerance", (((), 1e-5), (clock_overhead.COMBINED, 1e-2)), ids=("baseline", "combined"))
+@pytest.mark.parametrize("names, tolerance", (((), 1e-5), (clock_overhead.COMBINED, 1e-2)),
+                         ids=("baseline", "combined"))
 def test_a_model_in_distributed_data_parallel_learns_what_it_learns_alone(names, tolerance, a_run, monkeypatch):
     """NCCL with one process, whose gradients are averaged with nobody's: GPUS=1 leaves that out, so SIZE says 2."""
     alone = [loss for _, loss in train(a_run(*names), range(6))]
