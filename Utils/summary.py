@@ -99,7 +99,7 @@ def summarize(results_path):
         table[name] = _number(runs, name, "max", table.index)
     table["scaling"] = _scaling(results_path, table, runs, notes)
     table["verdict"] = [_verdict(label, row, invalid) for label, row in table.iterrows()]
-    warnings = _instabilities(table, samples) + _complaints(runs, table)
+    warnings = _instabilities(table, samples, rounds) + _complaints(runs, table)
     return Summary(table, milliseconds, slow, losses, runs, steps, rounds, warmup(steps), notes, warnings)
 
 
@@ -250,7 +250,7 @@ def _verdict(label, row, invalid):
     return "faster" if row["speedup"] > 1 else "slower"
 
 
-def _instabilities(table, samples):
+def _instabilities(table, samples, rounds):
     """Warnings about the times themselves."""
     warnings = []
     for label, parts in samples.items():
@@ -268,6 +268,8 @@ def _instabilities(table, samples):
         if medians and max(medians) > (1 + NOTABLE) * min(medians):
             warnings.append(f"{label}: one round took {max(medians) / min(medians) - 1:.0%} more time than another. "
                             "Believe no difference smaller than that.")
+        if 0 < len(parts) < rounds:
+            warnings.append(f"{label}: only {len(parts)} of {rounds} rounds measured. Run it again to have them all.")
     few = int(table["n"][table["n"] > 0].min())
     if few < FEW:
         warnings.append(f"Only {few} step{'s' * (few != 1)} left after warm-up: intervals of so few are too narrow. "

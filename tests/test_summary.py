@@ -271,11 +271,12 @@ def test_rounds_that_lie_apart_are_a_warning(measured):
     assert said(summary, "TF32: one round took 10% more time") == 1
 
 
-def test_a_round_that_is_missing_is_not_made_up(measured):
+def test_a_round_that_is_missing_is_not_made_up_but_said(measured):
     measured({BASELINE: times(20), "TF32": times(10)}, round=0, rounds=2)
     summary = measured({BASELINE: times(20, seed=1)}, round=1, rounds=2)
     assert list(summary.table["n"]) == [120, 60]
     assert summary.table.at["TF32", "speedup"] == pytest.approx(2, rel=0.01)
+    assert summary.warnings == ["TF32: only 1 of 2 rounds measured. Run it again to have them all."]
 
 
 # Files of all kinds
