@@ -35,6 +35,7 @@ MAKEFLAGS += --no-print-directory
 #: SEED=0           fixes the initial weights and the batches
 #: ROUNDS=1         3 measures everything three times, in alternating order, and pools it
 #: GPUS=1           4 trains on four GPUs at once, started by torchrun; BATCH_SIZE is what each of them gets
+#: WITH="bf16 tf32" what `stack` stacks, in this order
 #: PYTHON=          an interpreter that has what requirements.txt names, instead of one in .venv made for you
 #
 # A setting counts only if it stands on make's command line. Recipes find it, untouched by make, in their environment.
@@ -43,6 +44,8 @@ given     = $(if $(filter command,$(firstword $(origin $1))),$(value $1))
 $(foreach name,$(SETTINGS),$(eval override $(name) := $$(call given,$(name))))
 $(foreach name,STEPS BATCH_SIZE MODEL DEVICE SEED ROUNDS GPUS WITH,$(eval override $(name) := $$(strip $$($(name)))))
 export $(SETTINGS) RESULTS_PATH
+$(foreach name,$(filter-out $(SETTINGS),$(.VARIABLES)),$(if $(call given,$(name)),\
+$(error $(name) is no setting, these are: $(SETTINGS). What goes into the environment stands in front: $(name)=... make ...)))
 unexport PYTHONSAFEPATH  # the scripts import Utils from the folder that they lie in
 
 EXAMPLE  := for example: make all STEPS=150 BATCH_SIZE=256 PREFIX=./out
@@ -55,9 +58,10 @@ $(foreach name,STEPS BATCH_SIZE ROUNDS GPUS,$(call number,$(name)))
 endif
 
 ifneq ($(filter stack,$(MAKECMDGOALS)),)
-override WITH := $(addsuffix .py,$(WITH:.py=))
-$(if $(WITH),,$(error WITH is missing; $(EXAMPLE:all=stack WITH="brainFloat16 torch_compile")))
-SCRIPTS  := $(strip $(foreach name,$(filter-out combined,$(EVERY)),$($(name))))
+ALONE    := $(filter-out combined,$(EVERY))
+SCRIPTS  := $(strip $(foreach name,$(ALONE),$($(name))))
+override WITH := $(foreach name,$(WITH),$(strip $(if $(filter $(name),$(ALONE)),$($(name)),$(name:.py=).py)))
+$(if $(WITH),,$(error WITH is missing; $(EXAMPLE:all=stack WITH="bf16 torch_compile")))
 $(foreach name,$(WITH),$(if $(filter $(name),$(SCRIPTS)),,$(error there is no script $(name); choose from $(SCRIPTS))))
 endif
 
@@ -66,8 +70,8 @@ KIND         := $(addsuffix gpu_,$(filter-out 1,$(GPUS)))$(addsuffix _,$(filter-
 RESULTS_PATH := $(PREFIX)/$(KIND)$(BEGINNING)experiment/$(BEGINNING)results.csv
 ROUND_NUMBERS = $(or $(shell seq $(or $(ROUNDS),1)),$(error the program seq is missing: install coreutils))
 LAUNCH        = $(if $(GPUS),-m Utils.launch --standalone --nproc-per-node="$$GPUS")
-OPTIONS       = --steps "$$STEPS" --batch_size "$$BATCH_SIZE" --results_path "$$RESULTS_PATH" \
-                $(if $(MODEL),--model "$$MODEL") $(if $(DATA),--data "$$DATA") $(if $(DEVICE),--device "$$DEVICE") \
+OPTIONS       = --steps "$$STEPS" --batch_size "$$BATCH_SIZE" --results_path="$$RESULTS_PATH" \
+                $(if $(MODEL),--model "$$MODEL") $(if $(DATA),--data="$$DATA") $(if $(DEVICE),--device "$$DEVICE") \
                 $(if $(SEED),--seed "$$SEED") $(if $(ROUNDS),--rounds "$$ROUNDS")
 
 # Without PYTHON=..., an environment of our own: made once, and again when the versions change.
@@ -99,7 +103,12 @@ endef
 define runs
 @trap 'kill $$!; exit 130' INT QUIT
 trap 'kill $$!; exit 143' TERM
-run() { "$$PYTHON" $(LAUNCH) "$$@" $(OPTIONS) & wait $$!; }
+run() {
+    local status=0
+    "$$PYTHON" $(LAUNCH) "$$@" $(OPTIONS) & wait $$! || status=$$?
+    test $$status -ne 137 || echo "killed, as happens where memory runs out: a smaller BATCH_SIZE needs less" >&2
+    return $$status
+}
 endef
 
 $(EVERY) stack: ready
@@ -129,7 +138,7 @@ all: ready  ## the seven, combined, and the plots; with ROUNDS=3 three times, in
 	$(tries)
 	$(foreach round,$(ROUND_NUMBERS),$(foreach name,$(if $(call odd,$(round)),$(EVERY),$(call reverse,$(EVERY))),\
 	try $(name) $($(name)) --round $(round)$(newline)))
-	"$$PYTHON" plots.py --results_path "$$RESULTS_PATH" || failed=1
+	"$$PYTHON" plots.py --results_path="$$RESULTS_PATH" || failed=1
 	test -z "$$missing" || printf '\nnot measured:\n%s' "$$missing" >&2
 	exit $$failed
 
@@ -142,17 +151,17 @@ ladder: ready  ## BF16, then +TC, then +FA, then +FuOp or +8bOp
 	run 8-bit_optimizer.py --with brainFloat16 torch_compile flash_attention
 
 plots: ready  ## the table, summary.md and the pictures, from what has been measured
-	@"$$PYTHON" plots.py --results_path "$$RESULTS_PATH"
+	@"$$PYTHON" plots.py --results_path="$$RESULTS_PATH"
 
 init_results:  ## a results.csv that holds only the steps
-	@$(ANY_PYTHON) -m Utils.results init --results_path "$$RESULTS_PATH" --steps "$$STEPS"
+	@$(ANY_PYTHON) -m Utils.results init --results_path="$$RESULTS_PATH" --steps "$$STEPS"
 
 reset:  ## delete what the experiment with these settings has written
-	@$(ANY_PYTHON) -m Utils.results reset --results_path "$$RESULTS_PATH"
+	@$(ANY_PYTHON) -m Utils.results reset --results_path="$$RESULTS_PATH"
 
 clean:  ## delete the caches, and with PREFIX=... the files of every experiment there
 	@rm -rf .cache/tokens .cache/inductor
-	$(if $(PREFIX),$(ANY_PYTHON) -m Utils.results clean --prefix "$$PREFIX")
+	$(if $(PREFIX),$(ANY_PYTHON) -m Utils.results clean --prefix="$$PREFIX")
 
 test: tests_ready  ## run the tests (those that need a GPU only where there is one)
 	@"$$PYTHON" -m pytest

@@ -23,7 +23,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MAKE = shutil.which("make")
 SETTINGS = ("STEPS=6", "BATCH_SIZE=4", "PREFIX=./out")
-OPTIONS = ["--steps", "6", "--batch_size", "4", "--results_path", "./out/4B_6N_experiment/4B_6N_results.csv"]
+OPTIONS = ["--steps", "6", "--batch_size", "4", "--results_path=./out/4B_6N_experiment/4B_6N_results.csv"]
 SCRIPTS = {
     "baseline": ["no_optimization.py"],
     "tf32": ["tensorFloat32.py"],
@@ -153,6 +153,14 @@ def test_an_empty_setting_is_a_missing_one(setting, tool):
     tool.assert_nothing_happened()
 
 
+@pytest.mark.parametrize("given", ["GPU=2", "steps=6", "CUDA_VISIBLE_DEVICES=1"])
+def test_what_is_no_setting_is_refused_and_the_settings_are_named(given, tool):
+    name = given.split("=")[0]
+    line = the_line(tool.make("baseline", *SETTINGS, given))
+    assert f"{name} is no setting, these are: STEPS BATCH_SIZE" in line and f"in front: {name}=... make" in line
+    tool.assert_nothing_happened()
+
+
 def test_an_empty_setting_that_may_be_left_out_is_left_out(tool):
     assert tool.make("baseline", *SETTINGS, "ROUNDS=", "MODEL=", "DATA=", "DEVICE=", "SEED=").returncode == 0
     assert tool.calls() == [["no_optimization.py", "--round", "1", *OPTIONS]]
@@ -177,8 +185,8 @@ def test_settings_in_the_environment_do_not_count(tool):
 def test_all_settings_reach_the_script(tool):
     given = ["MODEL=tiny", "DATA=my text.txt", "DEVICE=cpu", "SEED=3", "ROUNDS=2"]
     assert tool.make("tf32", *SETTINGS, *given).returncode == 0
-    options = [*OPTIONS[:-1], "./out/tiny_4B_6N_experiment/4B_6N_results.csv", "--model", "tiny",
-               "--data", "my text.txt", "--device", "cpu", "--seed", "3", "--rounds", "2"]
+    options = [*OPTIONS[:-1], "--results_path=./out/tiny_4B_6N_experiment/4B_6N_results.csv", "--model", "tiny",
+               "--data=my text.txt", "--device", "cpu", "--seed", "3", "--rounds", "2"]
     assert tool.calls() == [["tensorFloat32.py", "--round", number, *options] for number in "12"]
 
 
@@ -200,20 +208,20 @@ def test_several_gpus_are_given_to_torchrun(tool):
 def test_an_experiments_folder_and_file_are_named_after_its_settings(target, settings, path, tool):
     assert tool.make(target, *settings, "PREFIX=./out").returncode == 0
     (call,) = tool.calls()
-    assert call[call.index("--results_path") + 1] == path
+    assert f"--results_path={path}" in call
 
 
 ODD = ["an out", "o'ut", 'o"ut', "$HOME/out", "${HOME}", "$(shell touch x)", "`touch x`", "$(touch x)", "a;touch x",
        "~/out", "/an/out", "../out", "out//", "a&b", "a|b", "a>b", "a#b", "a%b", "a*b", "a?b", "a\\b", "a$$b", "a$",
-       "a,b", "a)b", "(a", "a:b", "a=b", "a!b", "öut"]
+       "-out", "a,b", "a)b", "(a", "a:b", "a=b", "a!b", "öut"]
 
 
 @pytest.mark.parametrize("prefix", ODD)
 def test_a_prefix_reaches_the_script_as_it_was_given(prefix, tool):
     for target in ("baseline", "plots", "init_results", "reset"):
         assert tool.make(target, "STEPS=6", "BATCH_SIZE=4", f"PREFIX={prefix}").returncode == 0
-    found = [call[call.index("--results_path") + 1] for call in tool.calls()]
-    assert found == [f"{prefix}/4B_6N_experiment/4B_6N_results.csv"] * 4
+    path = f"--results_path={prefix}/4B_6N_experiment/4B_6N_results.csv"
+    assert [path in call for call in tool.calls()] == [True] * 4
     assert tool.files() == tool.before
 
 
@@ -221,7 +229,7 @@ def test_a_prefix_reaches_the_script_as_it_was_given(prefix, tool):
 def test_odd_names_of_texts_and_interpreters_are_taken_as_they_are(name, tool, tmp_path):
     python = tool.stub(path=tmp_path / name)
     assert tool.make("baseline", *SETTINGS, f"DATA={name}", f"PYTHON={python}").returncode == 0
-    assert tool.calls()[0][-2:] == ["--data", name] and tool.files() == tool.before
+    assert tool.calls()[0][-1] == f"--data={name}" and tool.files() == tool.before
 
 
 def test_a_home_folder_that_the_shell_leaves_alone_is_the_same_one_for_every_target(tool, tmp_path):
@@ -254,6 +262,7 @@ def test_several_targets_run_in_the_order_they_are_named(tool):
 @pytest.mark.parametrize("asked, script, others", [
     ("brainFloat16", "brainFloat16.py", []),
     ("brainFloat16 torch_compile", "torch_compile.py", ["--with", "brainFloat16.py"]),
+    ("bf16 fused", "fused_optimizer.py", ["--with", "brainFloat16.py"]),
     (" flash_attention.py  8-bit_optimizer.py ", "8-bit_optimizer.py", ["--with", "flash_attention.py"]),
     ("tensorFloat32 brainFloat16 fused_optimizer", "fused_optimizer.py",
      ["--with", "tensorFloat32.py", "brainFloat16.py"]),
@@ -306,7 +315,7 @@ def test_all_runs_everything_and_draws(tool):
     done = tool.make("all", *SETTINGS)
     assert (done.returncode, done.stderr) == (0, "")
     assert tool.calls() == [*([*call, "--round", "1", *OPTIONS] for call in SCRIPTS.values()),
-                            ["plots.py", *OPTIONS[-2:]]]
+                            ["plots.py", OPTIONS[-1]]]
 
 
 def test_rounds_alternate_the_order(tool):
@@ -314,7 +323,7 @@ def test_rounds_alternate_the_order(tool):
     forth = list(SCRIPTS.values())
     expected = [[*call, "--round", str(number), *OPTIONS, "--rounds", "3"]
                 for number, order in ((1, forth), (2, forth[::-1]), (3, forth)) for call in order]
-    assert tool.calls() == [*expected, ["plots.py", *OPTIONS[-2:]]]
+    assert tool.calls() == [*expected, ["plots.py", OPTIONS[-1]]]
 
 
 def test_ten_rounds_alternate_too(tool):
@@ -383,7 +392,7 @@ def test_all_goes_on_after_a_failure_and_fails_in_the_end(tool):
     assert [call[0] for call in tool.calls()] == [*(call[0] for call in SCRIPTS.values()), "plots.py"]
     said = done.stderr[done.stderr.index("not measured:"):].splitlines()
     assert said[1] == "torch_compile: no compiler" and said[3] == "combined: ended with status 77"
-    assert re.fullmatch("flash: (Killed|ended with status 137)", said[2])  # some shells find a word for it
+    assert said[2] == "flash: killed, as happens where memory runs out: a smaller BATCH_SIZE needs less"
 
 
 def test_all_fails_where_nothing_can_be_drawn(tool):
@@ -483,7 +492,7 @@ def test_clean_of_a_folder_without_experiments_asks_to_delete_nothing_else(prefi
     """The stub stands for the interpreter, so whatever make itself deletes is seen, and nothing of /usr is at stake."""
     kept = [name for name in tool.files() if not name.startswith((".cache/tokens", ".cache/inductor"))]
     assert tool.make("clean", f"PREFIX={prefix}").returncode == 0
-    assert tool.calls() == [["-m", "Utils.results", "clean", "--prefix", prefix]]
+    assert tool.calls() == [["-m", "Utils.results", "clean", f"--prefix={prefix}"]]
     assert tool.files() == kept
 
 
@@ -525,7 +534,7 @@ def machine(tool, tmp_path):
 
 VENV = ["-m", "venv", ".venv"]
 PIP = ["-m", "pip", "install", "--disable-pip-version-check", "-r", "requirements.txt"]
-PLOTS = ["plots.py", *OPTIONS[-2:]]
+PLOTS = ["plots.py", OPTIONS[-1]]
 
 
 def test_an_environment_is_made_once_and_again_when_the_versions_change(machine, tool):
