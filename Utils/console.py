@@ -3,7 +3,7 @@
 import shutil
 import sys
 
-from Utils.results import is_baseline
+from Utils.results import is_baseline, number, round_of
 
 
 class Progress:
@@ -50,9 +50,10 @@ def report(row, earlier):
     """The line that a run ends with, from its row of runs.csv and the earlier rows (one may be the baseline's)."""
     parts = [f"mean {duration(row['mean_ms'])}", f"median {duration(row['median_ms'])}"]
     for old in earlier:
-        same_round = old["round"] == str(row["round"])
-        if is_baseline(old["label"]) and not is_baseline(row["label"]) and same_round and row["valid"]:
-            parts.append(f"{float(old['mean_ms']) / row['mean_ms']:.2f}x the baseline's speed")
+        comparable = round_of(old) == str(row["round"]) and row["valid"] and old.get("valid", "").lower() != "false"
+        before = number(old.get("mean_ms"))
+        if is_baseline(old["label"]) and not is_baseline(row["label"]) and comparable and before:
+            parts.append(f"{before / row['mean_ms']:.2f}x the baseline's speed")
     parts.append(f"first step {duration(row['first_step_ms'])}")
     if "peak_reserved_mib" in row:
         parts.append(f"peak memory {row['peak_reserved_mib']:,.0f} MiB")

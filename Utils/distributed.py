@@ -8,12 +8,15 @@ import contextlib
 import os
 import sys
 import time
+from textwrap import shorten
+
+from Utils.errors import UserError
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-LAUNCHED = dist.is_torchelastic_launched()
+LAUNCHED = dist.is_torchelastic_launched() and "RANK" in os.environ
 RANK, SIZE, LOCAL_RANK, LOCAL_SIZE = (
     int(os.environ[name]) if LAUNCHED else alone
     for name, alone in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items()
@@ -31,8 +34,14 @@ def group(device):
         yield
         return
     on_gpu, hook = device.type == "cuda", sys.excepthook
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
-    sys.excepthook = hook  # PyTorch's own would swallow what ours says
+    try:
+        dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"the processes do not find each other ({shorten(str(error), 200)}): put right what the "
+                        "environment says of the network (MASTER_ADDR, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), or "
+                        "train on one GPU") from error
+    finally:
+        sys.excepthook = hook  # PyTorch's own would swallow what ours says
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere if RANK else sys.stdout):
         try:
             yield

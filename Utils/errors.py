@@ -63,7 +63,7 @@ def passed(error):
 
 
 def _end(kind, error, traceback):
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["RANK"] != "0":  # one of several that torchrun started
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK", "0") != "0":  # one of several of torchrun's
         if kind is KeyboardInterrupt:
             return
         time.sleep(3)  # where all fail alike, torchrun ends the others meanwhile, and only the first one speaks

@@ -75,7 +75,7 @@ def describe(device):
     """What runs.csv keeps of the hardware and the versions, as a dict; GPU entries only for a GPU."""
     facts = {
         "device": device.type,
-        "device_name": platform.processor() or platform.machine(),
+        "device_name": _cpu_name(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "bitsandbytes": _version("bitsandbytes"),
@@ -89,8 +89,6 @@ def describe(device):
             "cuda": torch.version.cuda,
             "driver": nvml(device).get("driver"),
         }
-    else:
-        facts["device_name"] = _cpu_name()
     return facts
 
 

@@ -15,6 +15,7 @@ import contextlib
 import csv
 import fcntl
 import io
+import math
 import numbers
 import os
 import re
@@ -69,7 +70,7 @@ def read_runs(results_path):
     rows = [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
     seen = set()
     for line, row in enumerate(rows, 2):
-        if (run := (row["label"], _round(row))) in seen:
+        if (run := (row["label"], round_of(row))) in seen:
             raise UserError(f"{path}, line {line}: a second row of '{run[0]}' for round {run[1]}: delete one; "
                             f"otherwise {ADVICE}")
         seen.add(run)
@@ -117,7 +118,7 @@ def check(results_path, run):
                 parse(path, column, texts)
             _fit(path, table, steps * rounds)
         for row in read_runs(results_path):
-            if row["label"] == run["label"] and (round == 0 or _round(row) == str(round)):
+            if row["label"] == run["label"] and (round == 0 or round_of(row) == str(round)):
                 continue  # about to be replaced
             for key in MUST_MATCH:
                 old, new = row.get(key, ""), _text(run.get(key))
@@ -257,7 +258,7 @@ def read_table(path, notes=None):
         if not text.strip():
             raise UserError(f"{path} is empty: delete it, or use another PREFIX")
         lines = list(csv.reader(io.StringIO(text.rstrip("\r\n"), newline=""), strict=True))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} cannot be read as a CSV file ({error}): {ADVICE}") from error
@@ -317,8 +318,8 @@ def _with_column(path, label, texts, round, rounds):
 
 def _with_row(rows, new):
     if new["round"] == "0":
-        rows = [row for row in rows if row["label"] != new["label"] or _round(row) == "0"]
-    same = [i for i, row in enumerate(rows) if (row["label"], _round(row)) == (new["label"], new["round"])]
+        rows = [row for row in rows if row["label"] != new["label"] or round_of(row) == "0"]
+    same = [i for i, row in enumerate(rows) if (row["label"], round_of(row)) == (new["label"], new["round"])]
     if same:
         rows[same[0]] = new
     else:
@@ -327,8 +328,18 @@ def _with_row(rows, new):
     return {name: [row.get(name, "") for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
 
-def _round(row):
+def round_of(row):
+    """The round, as text, that a row of runs.csv is of."""
     return row.get("round") or "0"
+
+
+def number(text):
+    """A field of runs.csv as a float; None where there is no finite number, because a person may have edited it."""
+    try:
+        value = float(text)
+    except (TypeError, ValueError):
+        return None
+    return value if math.isfinite(value) else None
 
 
 def _same(old, new):

@@ -20,7 +20,7 @@ import zlib
 from pathlib import Path
 
 from Utils.errors import UserError
-from Utils.results import ADVICE, BASELINE, SEVERAL, companion, parse, read_table, warmup
+from Utils.results import ADVICE, BASELINE, SEVERAL, companion, parse, read_table, round_of, warmup
 
 import numpy as np
 import pandas as pd
@@ -73,6 +73,9 @@ def summarize(results_path):
         losses = losses[[label for label in milliseconds if label in losses]]
         losses = losses if BASELINE in losses and losses[BASELINE].notna().any() else None
     table = read_table(companion(results_path, "runs.csv"), notes)
+    if table and "label" not in table:
+        notes.append(f"{companion(results_path, 'runs.csv')}: left out, because no column is named 'label'. "
+                     "A spreadsheet may have written semicolons: save it with commas.")
     runs = pd.DataFrame(table | {"label": _plain(table["label"])} if "label" in table else {"label": []}, dtype=str)
     runs = runs[runs["label"].isin(milliseconds.columns)]
     if "valid" in runs:
@@ -174,9 +177,9 @@ def _words(column):
     return len(filled) > 0 and pd.to_numeric(filled, errors="coerce").isna().all()
 
 
-def _rounds(values, round_of, rounds):
+def _rounds(values, belongs_to, rounds):
     """A label's measured times, one array a round that has any."""
-    parts = [values[(round_of == k) & np.isfinite(values)] for k in range(rounds)]
+    parts = [values[(belongs_to == k) & np.isfinite(values)] for k in range(rounds)]
     return [part for part in parts if len(part)]
 
 
@@ -282,7 +285,7 @@ def _complaints(runs, table):
     warnings = []
     for _, run in runs.iterrows():
         label = run["label"]
-        if (run.get("round") or "0") != "0":
+        if round_of(run) != "0":
             label += f" (round {run['round']})"
         elif _far(pd.to_numeric(run.get("first_step_ms"), errors="coerce"), table.at[run["label"], "first_step_ms"]):
             warnings.append(f"{label}: its times and its row in runs.csv are of two different runs. Run it again.")

@@ -188,8 +188,8 @@ def measured(run, label, steps):
 
 def known_peak(rows, row):
     """The matrix peak (TFLOP/s) that an earlier run of the experiment measured on this card, or None."""
-    peaks = (old.get("peak_tflops") for old in rows if old.get("device_name") == row["device_name"])
-    return next((float(peak) for peak in peaks if peak), None)
+    peaks = (results.number(old.get("peak_tflops")) for old in rows if old.get("device_name") == row["device_name"])
+    return next(filter(None, peaks), None)
 
 
 def parse_arguments(script):

@@ -227,3 +227,18 @@ def test_runs_on_different_numbers_of_gpus_are_not_mixed(tmp_path):
     run = {"label": "2gpu_TF32", "steps": 30, "gpus": 2, "device_name": "GPU", "model": "small", "batch_size": 8}
     with pytest.raises(UserError, match="gpus = 4, this run has 2"):
         results.check(path, run)
+
+
+# What the environment says
+
+
+def test_a_process_that_torchrun_did_not_number_is_alone(tmp_path):
+    done = subprocess.run([sys.executable, "plots.py", "--results_path", tmp_path / "results.csv"], cwd=ROOT,
+                          env=os.environ | {"TORCHELASTIC_RUN_ID": "x"}, capture_output=True, text=True)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and "does not exist" in done.stderr
+
+
+def test_processes_that_do_not_find_each_other_say_what_to_look_at(tmp_path):
+    done = launched(ROOT / "no_optimization.py", options(tmp_path), GLOO_SOCKET_IFNAME="nowhere0")
+    line, = done.stderr.splitlines()
+    assert done.returncode == 1 and "nowhere0" in line and "GLOO_SOCKET_IFNAME" in line and "one GPU" in line

@@ -10,6 +10,7 @@ from Utils.console import Progress, duration, report
 from Utils.fingerprint import covered
 from Utils.measure import clock, model_flops, peak_memory, timing, utilization
 from Utils.model import GPT2, PRESETS, Config
+from Utils.train import known_peak
 
 import numpy as np
 import pytest
@@ -256,5 +257,21 @@ def test_the_report_compares_with_the_baseline_of_the_same_round():
 
 def test_the_report_compares_nothing_where_there_is_nothing_to_compare():
     for line in (report(a_row(), []), report(a_row(), EARLIER[:1]), report(a_row(label="no_optimization"), EARLIER),
-                 report(a_row(valid=False), EARLIER)):
+                 report(a_row(valid=False), EARLIER), report(a_row(), [EARLIER[1] | {"valid": "False"}])):
         assert "x the" not in line and "MiB" not in line
+
+
+@pytest.mark.parametrize("edited", [{"mean_ms": ""}, {"mean_ms": "5,03"}, {"mean_ms": "nan"}, {"mean_ms": None}])
+def test_the_report_compares_nothing_with_what_is_no_time(edited):
+    assert "x the" not in report(a_row(), [EARLIER[1] | edited])
+
+
+def test_a_row_without_a_round_is_of_the_first_one():
+    line = report(a_row(), [{"label": "no_optimization", "mean_ms": "20"}])
+    assert "2.50x" in line
+
+
+def test_a_matrix_peak_that_is_no_number_is_measured_again():
+    rows = [{"device_name": "GPU", "peak_tflops": text} for text in ("", "783,5", "nan")]
+    assert known_peak(rows, {"device_name": "GPU"}) is None
+    assert known_peak([*rows, {"device_name": "GPU", "peak_tflops": "783.5"}], {"device_name": "GPU"}) == 783.5

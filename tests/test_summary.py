@@ -2,6 +2,7 @@
 
 import io
 import math
+from pathlib import Path
 
 from Utils.errors import UserError
 from Utils.results import BASELINE, companion, record
@@ -327,6 +328,16 @@ def test_a_technique_with_nothing_after_warmup_is_not_measured(path):
     assert summary.table.at["TF32", "verdict"] == "not measured"
     assert summary.warnings == []
     assert page(summary)
+
+
+def test_a_runs_csv_with_semicolons_is_left_out_and_that_is_said(path, measured):
+    measured({BASELINE: times(20), "TF32": times(10)})
+    runs = Path(companion(path, "runs.csv"))
+    runs.write_text(runs.read_text().replace(",", ";"))
+    summary = summarize(path)
+    assert not len(summary.runs) and summary.table.at["TF32", "speedup"] == pytest.approx(2, rel=0.01)
+    note, = summary.notes
+    assert note.startswith(f"{runs}: left out") and "commas" in note and note in page(summary)
 
 
 def test_a_row_of_runs_csv_without_a_column_is_ignored(path, measured):
