@@ -75,7 +75,7 @@ def describe(device):
     """What runs.csv keeps of the hardware and the versions, as a dict; GPU entries only for a GPU."""
     facts = {
         "device": device.type,
-        "device_name": _cpu_name(),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "bitsandbytes": _version("bitsandbytes"),
@@ -83,7 +83,6 @@ def describe(device):
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts |= {
-            "device_name": properties.name,
             "device_memory_mib": properties.total_memory // 2**20,
             "compute_capability": f"{properties.major}.{properties.minor}",
             "cuda": torch.version.cuda,
