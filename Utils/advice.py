@@ -30,18 +30,18 @@ def advice(error, label, batch_size, device, attempt):
     if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")):
         cause = getattr(error, "inner_exception", error)
         if any(words in text for words in NO_DISK):
-            return UserError(f"{label} cannot be compiled: {_reason(cause)}; put that right, or name other folders to "
+            return UserError(f"{label} cannot be compiled: {reason(cause)}; put that right, or name other folders to "
                              "write to with TORCHINDUCTOR_CACHE_DIR and TMPDIR")
-        return CannotRunHere(f"{label} cannot be compiled here: {_reason(cause)} (torch.compile needs a C++ compiler "
+        return CannotRunHere(f"{label} cannot be compiled here: {reason(cause)} (torch.compile needs a C++ compiler "
                              "such as g++ and Python's header files, and for a GPU Triton: pip install -r "
                              "requirements.txt)")
     if any(package == "bitsandbytes" for package, _ in passed(error)):
-        return CannotRunHere(f"{label} needs a bitsandbytes that works on this machine ({_reason(error)}): "
+        return CannotRunHere(f"{label} needs a bitsandbytes that works on this machine ({reason(error)}): "
                              "python -m bitsandbytes says more")
     return None
 
 
-def _reason(error):
+def reason(error):
     """The line of an error's text that compilers and libraries hide the error itself in; or the first."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return textwrap.shorten(next((line for line in lines if re.search("[Ee]rror: ", line)), lines[0]), 300)

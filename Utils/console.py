@@ -50,9 +50,10 @@ def report(row, earlier):
     """The line that a run ends with, from its row of runs.csv and the earlier rows (one may be the baseline's)."""
     parts = [f"mean {duration(row['mean_ms'])}", f"median {duration(row['median_ms'])}"]
     for old in earlier:
-        comparable = round_of(old) == str(row["round"]) and row["valid"] and old.get("valid", "").lower() != "false"
+        same_round = round_of(old) == str(row["round"])
+        both_valid = row["valid"] and old.get("valid", "").lower() != "false"
         before = number(old.get("mean_ms"))
-        if is_baseline(old["label"]) and not is_baseline(row["label"]) and comparable and before:
+        if is_baseline(old["label"]) and not is_baseline(row["label"]) and same_round and both_valid and before > 0:
             parts.append(f"{before / row['mean_ms']:.2f}x the baseline's speed")
     parts.append(f"first step {duration(row['first_step_ms'])}")
     if "peak_reserved_mib" in row:

@@ -8,8 +8,8 @@ import contextlib
 import os
 import sys
 import time
-from textwrap import shorten
 
+from Utils.advice import reason
 from Utils.errors import UserError
 
 import torch
@@ -37,7 +37,7 @@ def group(device):
     try:
         dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"the processes do not find each other ({shorten(str(error), 200)}): put right what the "
+        raise UserError(f"the processes do not find each other ({reason(error)}): put right what the "
                         "environment says of the network (MASTER_ADDR, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), or "
                         "train on one GPU") from error
     finally:

@@ -334,12 +334,12 @@ def round_of(row):
 
 
 def number(text):
-    """A field of runs.csv as a float; None where there is no finite number, because a person may have edited it."""
+    """A field of runs.csv as a float; NaN where there is no finite number, because a person may have edited it."""
     try:
         value = float(text)
     except (TypeError, ValueError):
-        return None
-    return value if math.isfinite(value) else None
+        return math.nan
+    return value if math.isfinite(value) else math.nan
 
 
 def _same(old, new):

@@ -20,7 +20,7 @@ import zlib
 from pathlib import Path
 
 from Utils.errors import UserError
-from Utils.results import ADVICE, BASELINE, SEVERAL, companion, parse, read_table, round_of, warmup
+from Utils.results import ADVICE, BASELINE, SEVERAL, companion, number, parse, read_table, round_of, warmup
 
 import numpy as np
 import pandas as pd
@@ -287,12 +287,12 @@ def _complaints(runs, table):
         label = run["label"]
         if round_of(run) != "0":
             label += f" (round {run['round']})"
-        elif _far(pd.to_numeric(run.get("first_step_ms"), errors="coerce"), table.at[run["label"], "first_step_ms"]):
+        elif _far(number(run.get("first_step_ms")), table.at[run["label"], "first_step_ms"]):
             warnings.append(f"{label}: its times and its row in runs.csv are of two different runs. Run it again.")
         if run.get("throttled", "").lower() not in ("", "0", "no", "none", "false"):
             warnings.append(f"{label}: the GPU slowed itself down ({run['throttled']}). At a power limit that is what "
                             "full load does, on a laptop without its plug more so; against heat, let it cool down.")
-        reserved, memory, others = (pd.to_numeric(run.get(name), errors="coerce") for name in
+        reserved, memory, others = (number(run.get(name)) for name in
                                     ("peak_reserved_mib", "device_memory_mib", "other_gpu_processes"))
         if reserved > 0.95 * memory:
             warnings.append(f"{label}: used {reserved:,.0f} of the {memory:,.0f} MiB that the GPU has. Nearly full, it "

@@ -189,7 +189,7 @@ def measured(run, label, steps):
 def known_peak(rows, row):
     """The matrix peak (TFLOP/s) that an earlier run of the experiment measured on this card, or None."""
     peaks = (results.number(old.get("peak_tflops")) for old in rows if old.get("device_name") == row["device_name"])
-    return next(filter(None, peaks), None)
+    return next((peak for peak in peaks if peak > 0), None)
 
 
 def parse_arguments(script):

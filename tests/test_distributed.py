@@ -236,6 +236,10 @@ def test_a_process_that_torchrun_did_not_number_is_alone(tmp_path):
     done = subprocess.run([sys.executable, "plots.py", "--results_path", tmp_path / "results.csv"], cwd=ROOT,
                           env=os.environ | {"TORCHELASTIC_RUN_ID": "x"}, capture_output=True, text=True)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and "does not exist" in done.stderr
+    code = "from Utils import distributed; print(distributed.LAUNCHED, distributed.RANK, distributed.SIZE)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"TORCHELASTIC_RUN_ID": "x"},
+                          capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "0", "1"]
 
 
 def test_processes_that_do_not_find_each_other_say_what_to_look_at(tmp_path):
